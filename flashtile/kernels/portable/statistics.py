@@ -126,9 +126,7 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    head, item, sizes, batch, column, _, queries_of = key_tile(
-        region, seqlen_q, seqlen_k, heads, group, heads, left, right, T
-    )
+    head, item, sizes, batch, column, _, queries_of = key_tile(region, seqlen_q, seqlen_k, heads, group, heads, left, right, T)
     lo, _, _, hi, ends = queries_of
     key = column + tl.arange(0, BLOCK_K)[:, None]
     k = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k + column, strides[1])

@@ -424,14 +424,15 @@ torch.library.register_vmap(f"{NAMESPACE}::attention", _map_attention, lib=LIBRA
 torch.library.register_vmap(f"{NAMESPACE}::attention_backward", _map_backward, lib=LIBRARY)
 
 
-def _map_tangent(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return tuple(one_by_one(TANGENT, info.batch_size, in_dims, args)), (0,) * 4
+def map_one_by_one(operator: Any, name: str, outputs: int | None) -> None:
+    """vmap runs the operator of that name for one index after another; `outputs`: how many, None for a list of them."""
+
+    def mapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        made = one_by_one(operator, info.batch_size, in_dims, args)
+        return (made, [0] * len(made)) if outputs is None else (tuple(made), (0,) * outputs)
+
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", mapped, lib=LIBRARY)
 
 
-def _map_second(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    made = one_by_one(SECOND, info.batch_size, in_dims, args)
-    return made, [0] * len(made)
-
-
-torch.library.register_vmap(f"{NAMESPACE}::attention_tangent", _map_tangent, lib=LIBRARY)
-torch.library.register_vmap(f"{NAMESPACE}::attention_second", _map_second, lib=LIBRARY)
+map_one_by_one(TANGENT, "attention_tangent", 4)
+map_one_by_one(SECOND, "attention_second", None)

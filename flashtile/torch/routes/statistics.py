@@ -15,8 +15,8 @@ import torch
 
 from flashtile.torch.execute.directed import entropy_gradients, statistics
 from flashtile.torch.routes.derivatives import record_at_level, second_derivative
-from flashtile.torch.routes.functional import one_by_one
-from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.functional import map_one_by_one
+from flashtile.torch.routes.library import define
 from flashtile.torch.routes.operator import (
     ASKED,
     GIVEN,
@@ -150,14 +150,5 @@ ENTROPY = define(
 )  # fmt: skip
 
 
-def _map_statistics(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    return tuple(one_by_one(STATISTICS, info.batch_size, in_dims, args)), (0,) * 3
-
-
-def _map_entropy(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    made = one_by_one(ENTROPY, info.batch_size, in_dims, args)
-    return made, [0] * len(made)
-
-
-torch.library.register_vmap(f"{NAMESPACE}::attention_statistics", _map_statistics, lib=LIBRARY)
-torch.library.register_vmap(f"{NAMESPACE}::attention_entropy_backward", _map_entropy, lib=LIBRARY)
+map_one_by_one(STATISTICS, "attention_statistics", 3)
+map_one_by_one(ENTROPY, "attention_entropy_backward", None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashtile.kernels.device.decoding import group_of
 from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
-from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS
+from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow
 from flashtile.problem.cache import CachedProblem
 
 STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
@@ -39,7 +39,7 @@ class CachedPipeline:
 
 
 @dataclass(frozen=True)
-class CachedTile:
+class CachedTile(Narrow):
     """Compile-time part. Plain ints, bools and strings only: Triton keys its cache by their text."""
 
     block_k: int
@@ -61,10 +61,11 @@ class CachedTile:
     modifiers: Modifiers
     pipeline: CachedPipeline
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
-    # what functions that are shared with other kernels ask for, and is never so here
-    wide: bool = False
-    exact: bool = False
-    may_start_empty: bool = False
+
+    @property
+    def may_start_empty(self) -> bool:
+        """Never so here: what is shared with the forward asks."""
+        return False
 
     @property
     def rows(self) -> int:

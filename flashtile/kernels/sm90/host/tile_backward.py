@@ -8,7 +8,7 @@ from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.device.varlen import most_tiles, padded_total
 from flashtile.kernels.sm90.host.bias_gradient import paired, stored
-from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, columns_of, copied, has_unseen_keys
+from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow, columns_of, copied, has_unseen_keys
 from flashtile.problem.attention import AttentionProblem
 
 WAVE = 128  # about a tile for every SM, as the portable kernels have it, of as many query heads
@@ -129,7 +129,7 @@ class BackwardPipeline:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(Narrow):
     """Compile-time part of the passes over keys: their shape, and by subject what else the compiler must know."""
 
     block_q: int
@@ -146,21 +146,6 @@ class BackwardTile:
     pipeline: BackwardPipeline
 
     @property
-    def exact(self) -> bool:
-        """Never float32 here: what is shared with the portable kernels asks."""
-        return False
-
-    @property
-    def offset(self) -> bool:
-        """Likewise: where a row's scores are large the portable kernels follow."""
-        return False
-
-    @property
-    def wide(self) -> bool:
-        """Never float64 here: what is shared with the portable kernels asks."""
-        return False
-
-    @property
     def block_k(self) -> int:
         return 2 * GROUP_ROWS
 
@@ -172,11 +157,8 @@ class BackwardTile:
     @property
     def divided(self) -> int:
         """How many tiles, of all heads, are taken in pieces at most because their lists are long."""
-        return (
-            min(SUMS // (self.schedule.pieces - 1), (COUNTS - 4) // 2)
-            if self.schedule.pieces > 1 and self.mask.blocks_q > 0
-            else 0
-        )
+        pieces = self.schedule.pieces
+        return min(SUMS // (pieces - 1), (COUNTS - 4) // 2) if pieces > 1 and self.mask.blocks_q > 0 else 0
 
     @property
     def makes(self) -> set[str]:
@@ -188,15 +170,14 @@ class BackwardTile:
         """The passes over keys. That of dv also clears the sum to which the other adds dq."""
         if not self.outputs.parted:
             return (self,)
-        of_dv = replace(self.outputs, dk=False, dv=True), replace(self.pipeline, stages=2, stages_dout=2)
-        return replace(self, outputs=of_dv[0], pipeline=of_dv[1]), self
+        outputs, pipeline = replace(self.outputs, dk=False, dv=True), replace(self.pipeline, stages=2, stages_dout=2)
+        return replace(self, outputs=outputs, pipeline=pipeline), self
 
     @property
     def splits(self) -> bool:
         """Whether steps that need no mask are a loop of their own, behind those that do: it hardly pays elsewhere."""
-        others = (
-            self.mask.left or self.mask.predicate or self.modifiers.prescale or self.modifiers.curved or self.modifiers.dropout
-        )
+        mask, modifiers = self.mask, self.modifiers
+        others = mask.left or mask.predicate or modifiers.prescale or modifiers.curved or modifiers.dropout
         return self.items.ragged and self.group == 1 and not others
 
     @property

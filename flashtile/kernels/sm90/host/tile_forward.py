@@ -86,9 +86,8 @@ class ForwardMask(Mask):
 class ForwardModifiers(Modifiers):
     """What becomes of scores, and which tensor of it comes ahead."""
 
-    early: (
-        int  # which of those that add is loaded a key tile ahead; -1 if none (58: a bias 16 loads at a time stalled each step)
-    )
+    # which of those that add is loaded a key tile ahead; -1 if none (58: a bias 16 loads at a time stalled each step)
+    early: int
     brought: bool  # by the copy engine, to shared memory; otherwise into registers (60)
 
 
@@ -98,12 +97,10 @@ class Softmax:
 
     bounded: bool  # scores lie between near bounds: exponents are measured from the first key tile's maximum (20)
     deep: bool  # so far from it that 2^ of some is no normal float32 number
-    watches: (
-        bool  # from a maximum of before, until sums tell that scores have passed it by far (`retry.py`; 31: 4 to 7 % faster)
-    )
-    votes: (
-        bool  # then a warp asks in every step whether it is careful, otherwise once a tile (35, 37: 1 to 2 % where it is set)
-    )
+    # from a maximum of before, until sums tell that scores have passed it by far (`retry.py`; 31: 4 to 7 % faster)
+    watches: bool
+    # then a warp asks in every step whether it is careful, otherwise once a tile (35, 37: 1 to 2 % where it is set)
+    votes: bool
     draws_ahead: bool  # dropout's words are drawn a key tile ahead, beside exponentials, not products (45: 64 1.032, 256 1.018)
     mixes: int  # of so many exponentials one is a polynomial; 0 where none is (18: 2 to 7 % beside a soft cap)
 
@@ -117,9 +114,8 @@ class ForwardSchedule:
     zigzag: bool  # turns go to and fro over the resident blocks, so that long tiles and short ones meet
     skips: bool  # a warpgroup passes over key tiles that only others of its block see (3: causal 4 to 6 %; 115)
     turns: bool  # warpgroups take turns: one multiplies while another exponentiates (12: 1 to 3 %)
-    apart: (
-        bool  # a warpgroup adds the values of one key tile before it multiplies the next one's keys (72: three have registers)
-    )
+    # a warpgroup adds the values of one key tile before it multiplies the next one's keys (72: three have registers)
+    apart: bool
     halves: bool  # of the first and last key tile no more is multiplied than the half that a warpgroup sees (85: 1 to 5 %)
 
 
@@ -135,8 +131,27 @@ class ForwardPipeline:
     singly: bool  # threads let go of keys and values each by itself: their warpgroup need not meet (`channel.Channel`; 35)
 
 
+class Narrow:
+    """What device functions that the portable kernels share ask of a tile, and is never so of 16 bits on Hopper."""
+
+    @property
+    def exact(self) -> bool:
+        """float32's grade."""
+        return False
+
+    @property
+    def offset(self) -> bool:
+        """Where a row's scores are large the portable kernels follow."""
+        return False
+
+    @property
+    def wide(self) -> bool:
+        """float64."""
+        return False
+
+
 @dataclass(frozen=True)
-class ForwardTile:
+class ForwardTile(Narrow):
     """Compile-time part of the forward: its shape, and by subject what else the compiler must know (`device/tile.py`)."""
 
     groups: int  # consumer warpgroups of GROUP_ROWS queries
@@ -153,21 +168,6 @@ class ForwardTile:
     softmax: Softmax
     schedule: ForwardSchedule
     pipeline: ForwardPipeline
-
-    @property
-    def exact(self) -> bool:
-        """Never float32 here: what is shared with the portable kernels asks."""
-        return False
-
-    @property
-    def offset(self) -> bool:
-        """Likewise: where a row's scores are large the portable kernels follow."""
-        return False
-
-    @property
-    def wide(self) -> bool:
-        """Never float64 here: what is shared with the portable kernels asks."""
-        return False
 
     @property
     def block_q(self) -> int:
