@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -119,34 +119,40 @@ def rms(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
+def cells(section: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """What a section of errors measures, as the beginnings of its rows: the mean is taken off k where k has one."""
+    return [
+        {"section": section, "data": kind, "keys": keys, "method": method}
+        for keys in lengths for kind in KINDS for method in (("amax", "mean") if kind == "offset in k" else ("amax",))
+    ]  # fmt: skip
+
+
 def errors(record: Record, told: argparse.Namespace, device: torch.device) -> None:
-    for keys in told.keys:
-        for kind in KINDS:
-            for method in ("amax", "mean") if kind == "offset in k" else ("amax",):
-                row = {"section": "errors", "data": kind, "keys": keys, "method": method}
-                with record.attempt(**row):
-                    given = data(kind, keys, device)
-                    z = flashtile.quantize(*given, method=method)
-                    out, lse = flashtile.attention(*z.tensors, **z.scales, return_lse=True, options=FP8)
-                    scales = (z.q_scale, z.k_scale, z.v_scale)
-                    wide = [t[0, :, 0].double() * s.double() for t, s in zip(z.tensors, scales, strict=True)]
-                    truth, true_lse = exact(*wide)
-                    original = exact(*(t[0, :, 0].double() for t in given))[0]
-                    loose = torch.empty(QUERIES, HEAD_DIM, device=device)
-                    factor = float(z.q_scale * z.k_scale) / math.sqrt(HEAD_DIM) * math.log2(math.e)
-                    flat = [t[0, :, 0].contiguous().view(torch.uint8) for t in z.tensors]
-                    plain: Any = unflushed
-                    plain[(QUERIES // 128,)](*flat, loose, keys, factor, 128, HEAD_DIM, num_warps=8)
-                    half = flashtile.attention(given[0], z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale)
-                    half_truth = exact(given[0][0, :, 0].double(), *wide[1:])[0]
-                    row |= {
-                        "error": f"{rms(out[0, :, 0], truth):.3e}",
-                        "unflushed": f"{rms(loose * float(z.v_scale), truth):.3e}",
-                        "stored": f"{rms(half[0, :, 0], half_truth):.3e}", "original": f"{rms(out[0, :, 0], original):.3e}",
-                        "lse": f"{float((lse[0, 0] - true_lse).abs().max()):.1e}",
-                    }  # fmt: skip
-                    print(*row.values(), flush=True)
-                    record.add(row)
+    for row in cells("errors", told.keys):
+        with record.attempt(**row):
+            keys, kind, method = row["keys"], row["data"], row["method"]
+            given = data(kind, keys, device)
+            z = flashtile.quantize(*given, method=method)
+            out, lse = flashtile.attention(*z.tensors, **z.scales, return_lse=True, options=FP8)
+            scales = (z.q_scale, z.k_scale, z.v_scale)
+            wide = [t[0, :, 0].double() * s.double() for t, s in zip(z.tensors, scales, strict=True)]
+            truth, true_lse = exact(*wide)
+            original = exact(*(t[0, :, 0].double() for t in given))[0]
+            loose = torch.empty(QUERIES, HEAD_DIM, device=device)
+            factor = float(z.q_scale * z.k_scale) / math.sqrt(HEAD_DIM) * math.log2(math.e)
+            flat = [t[0, :, 0].contiguous().view(torch.uint8) for t in z.tensors]
+            plain: Any = unflushed
+            plain[(QUERIES // 128,)](*flat, loose, keys, factor, 128, HEAD_DIM, num_warps=8)
+            half = flashtile.attention(given[0], z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale)
+            half_truth = exact(given[0][0, :, 0].double(), *wide[1:])[0]
+            row |= {
+                "error": f"{rms(out[0, :, 0], truth):.3e}",
+                "unflushed": f"{rms(loose * float(z.v_scale), truth):.3e}",
+                "stored": f"{rms(half[0, :, 0], half_truth):.3e}", "original": f"{rms(out[0, :, 0], original):.3e}",
+                "lse": f"{float((lse[0, 0] - true_lse).abs().max()):.1e}",
+            }  # fmt: skip
+            print(*row.values(), flush=True)
+            record.add(row)
 
 
 def cut(x: torch.Tensor, bits: int = 13) -> torch.Tensor:
@@ -171,26 +177,24 @@ def simulate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 
 
 def simulated(record: Record, told: argparse.Namespace, device: torch.device) -> None:
-    for keys in told.keys:
-        for kind in KINDS:
-            for method in ("amax", "mean") if kind == "offset in k" else ("amax",):
-                row = {"section": "simulated", "data": kind, "keys": keys, "method": method}
-                with record.attempt(**row):
-                    given = data(kind, keys, device)
-                    z = flashtile.quantize(*given, method=method)
-                    sides = zip(z.tensors, z.scales.values(), strict=True)
-                    wide = [t[0, :, 0].float() * s for t, s in sides]
-                    flushed, loose = simulate(*wide)
-                    truth = exact(*(t.double() for t in wide))[0]
-                    source = [t[0, :, 0].double() for t in given]
-                    original, half = exact(*source)[0], exact(source[0], *(t.double() for t in wide[1:]))[0]
-                    found = {"error": (flushed, truth), "unflushed": (loose, truth), "original": (flushed, original)}
-                    found["bf16"] = flashtile.attention(*given)[0, :, 0], original
-                    if method == "amax":
-                        found["stored"] = half, original
-                    row |= {name: f"{rms(*pair):.2e}" for name, pair in found.items()}
-                    print(*row.values(), flush=True)
-                    record.add(row)
+    for row in cells("simulated", told.keys):
+        with record.attempt(**row):
+            keys, kind, method = row["keys"], row["data"], row["method"]
+            given = data(kind, keys, device)
+            z = flashtile.quantize(*given, method=method)
+            sides = zip(z.tensors, z.scales.values(), strict=True)
+            wide = [t[0, :, 0].float() * s for t, s in sides]
+            flushed, loose = simulate(*wide)
+            truth = exact(*(t.double() for t in wide))[0]
+            source = [t[0, :, 0].double() for t in given]
+            original, half = exact(*source)[0], exact(source[0], *(t.double() for t in wide[1:]))[0]
+            found = {"error": (flushed, truth), "unflushed": (loose, truth), "original": (flushed, original)}
+            found["bf16"] = flashtile.attention(*given)[0, :, 0], original
+            if method == "amax":
+                found["stored"] = half, original
+            row |= {name: f"{rms(*pair):.2e}" for name, pair in found.items()}
+            print(*row.values(), flush=True)
+            record.add(row)
 
 
 def tensors_of(shape: str, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Any]:
