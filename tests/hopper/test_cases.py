@@ -16,13 +16,14 @@ import flashtile
 from flashtile.errors import NotSupported
 from flashtile.reference.attention import attention_reference
 from tests.cases import Case
+from tests.compile.covering import covering, some_whole
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE, EMULATED, LARGE, unexpected
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = 4  # processes that share the cases
+PARTS = 3  # processes that share the cases of `make test`, and as many the others, of `make compile`
 # Of cases whose name begins so the first runs, forward or with its backward too: a refusal of all would go unnoticed otherwise.
 RUN = {
     "forward": ("varlen-", "padded-", "sink-", "dropout-", "bias-", "longer-mask-table-128", "longer-varlen-256-causal"),
@@ -39,19 +40,24 @@ RUN = {
     ),
 }
 
+WIDTHS = (64, 96, 128, 192, 256, 512)  # whose kernels differ; the last is refused
+ASKED = "causal", "mask", "score", "backward", "deterministic", "sink", "dropout", "window"  # of each width
+ALSO = "dtype", "score_dtype", "layout", "upstream", "head_dim", "head_dim_v"
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_what_is_not_refused_is_right(part: int) -> None:
-    names = [case.name for case in EMULATED][part::PARTS]
-    results = emulate(names)
-    wrong = [f"{r['case']}: {r.get('failure') or r['breaches']}" for r in results if r.get("failure") or r.get("breaches")]
-    assert not wrong, "\n".join(wrong)
-    assert [r["case"] for r in results] == names
-    assert not [reason for r in results for reason in unexpected(r.get("refusal", ()))]
-    forward = {r["case"] for r in results if "breaches" in r}
-    backward = {r["case"] for r in results if "breaches" in r and "refusal" not in r}
-    assert not first("forward") & (set(names) - forward)
-    assert not first("backward") & (set(names) - backward)
+
+def traits(case: Case) -> set[str]:
+    """Of each width: what a case asks for, how its items lie, which sizes are more, grouped heads. Its family, by name."""
+    sizes = (case.seqlen_q > case.seqlen_k) - (case.seqlen_q < case.seqlen_k)
+    lie = "packed" if case.cu_q else "padded" if case.used_q or case.used_k else "dense"
+    found = [*(f"{name}={getattr(case, name)}" for name in ASKED), f"sizes {sizes}", f"{case.heads_q > case.heads_kv}", lie]
+    width = next(width for width in WIDTHS if max(case.head_dim, case.head_dim_v or 0) <= width)
+    family = case.name.removeprefix("longer-").partition("-")[0]
+    return {f"{width} {trait}" for trait in found} | {f"{name}={getattr(case, name)}" for name in ALSO} | {family}
+
+
+def work(case: Case) -> int:
+    """Elements of the products."""
+    return case.batch * case.heads_q * case.seqlen_q * case.seqlen_k * case.head_dim
 
 
 def first(direction: str) -> set[str]:
@@ -59,7 +65,25 @@ def first(direction: str) -> set[str]:
     return {next(case.name for case in EMULATED if case.name.startswith(start)) for start in RUN[direction]}
 
 
-def emulate(names: list[str]) -> list[dict[str, Any]]:
+FEW = {case.name for case in covering(sorted(EMULATED, key=work), traits)} | first("forward") | first("backward")
+OTHERS = [case.name for case in EMULATED if case.name not in FEW]
+SHARES = [tuple(names[part::PARTS]) for names in (sorted(FEW), OTHERS) for part in range(PARTS)]
+
+
+@pytest.mark.parametrize("names", some_whole(SHARES, SHARES[:PARTS]), ids=range(2 * PARTS))
+def test_what_is_not_refused_is_right(names: tuple[str, ...]) -> None:
+    results = emulate(names)
+    wrong = [f"{r['case']}: {r.get('failure') or r['breaches']}" for r in results if r.get("failure") or r.get("breaches")]
+    assert not wrong, "\n".join(wrong)
+    assert [r["case"] for r in results] == list(names)
+    assert not [reason for r in results for reason in unexpected(r.get("refusal", ()))]
+    forward = {r["case"] for r in results if "breaches" in r}
+    backward = {r["case"] for r in results if "breaches" in r and "refusal" not in r}
+    assert not first("forward") & (set(names) - forward)
+    assert not first("backward") & (set(names) - backward)
+
+
+def emulate(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """What `emulated_cases` says of each case."""
     command = [sys.executable, "-m", "tests.hopper.emulated_cases", *names]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
