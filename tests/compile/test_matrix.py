@@ -5,7 +5,6 @@ Compilation needs kernels that are not interpreted, hence processes of their own
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -13,42 +12,38 @@ from pathlib import Path
 
 import pytest
 
+from tests.compile.conftest import NEWEST, Compiled
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = ROOT / ".venv" / "newest-triton"
 
 
-def run(cache: Path, *arguments: str, packages: Path | None = None) -> None:
-    """Python with these arguments, packages of that folder first, whose kernels are compiled into `cache`."""
-    path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+TARGETS = ("sm90", "sm80", "sm86", "sm100", "sm120", "gfx942")
+
+
+def run(cache: Path, *arguments: str) -> None:
+    """Python with these arguments, whose kernels are compiled into `cache`."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def compile_sample(tmp_path: Path, every: int, targets: tuple[str, ...], packages: Path | None = None) -> list[dict[str, str]]:
-    made = tmp_path / "m.csv"
-    chosen = [word for target in targets for word in ("--target", target)]
-    command = ["-m", "flashtile.audit.matrix", "--sample", str(every), "--jobs", "1", "--csv", str(made), *chosen]
-    run(tmp_path / "cache", *command, packages=packages)
-    with made.open() as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90", "sm100", "sm120", "gfx942"])
-def test_sample_compiles_within_its_budgets(tmp_path: Path, target: str) -> None:
-    rows = compile_sample(tmp_path, 67, (target,))
-    assert len(rows) >= 8
-    assert {row["target"] for row in rows} == {target}
-    assert any(int(row["matrix"]) for row in rows)
+def test_a_covering_sample_keeps_within_its_budgets(compiled: Compiled) -> None:
+    rows = compiled("matrix_code.py", *TARGETS)
+    assert not [row for row in rows if row["failure"]]
+    for target in TARGETS:
+        assert sum(row["target"] == target and row["matrix"] > 0 for row in rows) >= 3
 
 
 @pytest.mark.skipif(not NEWEST.is_dir(), reason="tools/setup.sh could not install the newest Triton")
-def test_sample_compiles_under_the_newest_triton(tmp_path: Path) -> None:
-    rows = compile_sample(tmp_path, 199, ("sm80", "sm90", "sm120", "gfx942"), NEWEST)
-    assert len(rows) >= 8
+def test_each_kernel_compiles_under_the_newest_triton(compiled: Compiled) -> None:
+    targets = ("sm90", "sm80", "sm120", "gfx942")
+    rows = compiled("matrix_code.py", "--few", *targets, packages=NEWEST)
+    assert not [row for row in rows if row["failure"]]
+    for target in targets:
+        assert any(row["target"] == target and row["matrix"] > 0 for row in rows)
 
 
 def test_hopper_kernels_use_its_matrix_units(tmp_path: Path) -> None:
