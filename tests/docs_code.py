@@ -1,4 +1,4 @@
-"""Runs the code that a page of the documentation shows: `python -m tests.docs_code README.md`, in a folder of its own.
+"""Runs the code that pages of the documentation show: `python -m tests.docs_code README.md`, in a folder of its own.
 
 A block that needs a package which is not installed is left out, and said so; every other one must run. What a block does not
 define itself is in `given`.
@@ -160,8 +160,8 @@ def given_jax(code: str) -> dict[str, Any]:
     return names
 
 
-if __name__ == "__main__":
-    page = sys.argv[1]
+def run_page(page: str) -> None:
+    """Print what happened to each block, and what inline code is."""
     modifier = re.compile(r"^@triton\.jit", re.MULTILINE)  # Triton reads sources from files
     for number, block in enumerate(blocks(page)):
         if "strides[" in block and "def " not in block:
@@ -177,3 +177,8 @@ if __name__ == "__main__":
         if told := look_up(text):
             print(f"{told}: {text}")
     print(f"{page}: done")
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        run_page(page)
