@@ -1,8 +1,12 @@
-"""Compiles cached attention's kernels, and those of its append, for GPUs that are not here; a line of JSON for each."""
+"""Compiles cached attention's kernels, and those of its append, for GPUs that are not here; a line of JSON for each.
+
+Of the spellings every other one for sm80 and the rest for sm90; with "others", those that this leaves out, alone.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 from flashtile.dispatch import backend_named
@@ -50,15 +54,19 @@ OTHERS = ("sm86", "sm100", "sm120", "gfx942")  # docs/support.md says that a dec
 
 
 def main() -> None:
-    for target in (*TARGETS, *OTHERS):
+    names, others = list(SPELLINGS), sys.argv[1:] == ["others"]
+    asked = {target: names[(i + others) % 2 :: 2] for i, target in enumerate(TARGETS)}
+    for target in TARGETS if others else (*TARGETS, *OTHERS):
         device = NAMED[target]
         new = AppendProblem(8, 1, 8, 128, 128, DType.BF16, 512, 16)
         narrow = replace(new, stored=Stored("e4m3", "token", "head"))
-        plans = {name: backend_named("triton").cached(some, device) for name, some in (("append", new), ("narrow", narrow))}
-        for name, (spelling, pages, split, stored, shared) in list(SPELLINGS.items())[: None if target in TARGETS else 1]:
+        appends = () if others else (("append", new), ("narrow", narrow))
+        plans = {name: backend_named("triton").cached(some, device) for name, some in appends}
+        for name in asked.get(target, names[:1]):
+            spelling, pages, split, stored, shared = SPELLINGS[name]
             problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
             plans[name] = backend_named("triton").cached(problem, device)
-        for name, (spelling, pages, split) in HOPPER.items() if target == "sm90" else ():
+        for name, (spelling, pages, split) in HOPPER.items() if target == "sm90" and not others else ():
             problem = CachedProblem(AttentionProblem.parse(spelling), pages, split)
             plans[name] = backend_named("hopper").cached(problem, device)
         for name, plan in plans.items():
