@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("cc")
@@ -50,7 +51,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, driver: Path) -> Path:
     """A folder with the C of a small problem for sm_80 and llm.c's functions for one dtype, made by the command."""
-    folder = tmp_path_factory.mktemp("exported")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exported"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "flashtile_attention.c").exists():  # else another worker of the session has made it
+            export(folder)
+    return folder
+
+
+def export(folder: Path) -> None:
     command = [sys.executable, "-m", "flashtile", "export", "-o", str(folder), "--arch", "sm_80", "--jobs", "1"]
     packed = "attention(q=1x1x1x16,kv=1x1x16,bf16,band=:0)"
     both = ["--layout", "llmc", "--problem", packed]
@@ -59,4 +68,3 @@ def exported(tmp_path_factory: pytest.TempPathFactory, driver: Path) -> Path:
     for name in ("flashtile_attention.c", "flashtile_attention.h"):
         (folder / name).rename(folder / "packed" / name)
     subprocess.run([*command, "--problem", f"small={SMALL}"], env=environment(), cwd=ROOT, check=True, capture_output=True)
-    return folder

@@ -12,8 +12,8 @@ from tests.export.conftest import ROOT, compile_c, environment
 
 
 @pytest.fixture(scope="module")
-def library(exported: Path) -> Path:
-    made = exported / "libsmall.so"
+def library(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("library") / "libsmall.so"
     compile_c(exported / "flashtile_attention.c", made, "-std=c99", "-shared", "-fPIC")
     return made
 
