@@ -5,6 +5,7 @@ Twice: compiled (TRITON_INTERPRET=0, everything but test_interpreted.py) and int
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -40,3 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         interprets = item.path.name == "test_interpreted.py"
         if interprets != _triton.INTERPRETED and (interprets or item.get_closest_marker("compiles")):
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=" + str(int(interprets))))
+
+
+def pytest_collection_finish() -> None:
+    """What modules hold stays: no garbage collection looks through it again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20)

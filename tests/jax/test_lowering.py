@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,7 @@ def test_without_a_gpu_and_a_target() -> None:
         jax.export.export(jax.jit(dot_product_attention), platforms=["cuda"], disabled_checks=[CHECK])(*QKV)
 
 
+@cache
 def plans() -> list[Plan]:
     """Every plan that the compile-only stage knows, for an H100, of backends with kernels."""
     found: dict[Plan, None] = {}
