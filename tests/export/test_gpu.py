@@ -72,7 +72,7 @@ def test_c_computes_what_the_front_end_does(library: Any) -> None:
     from flashtile.problem.attention import AttentionProblem
     from flashtile.problem.op import Companion
     from flashtile.torch.execute.bound import Bound, device_of
-    from tests.export.called import Tensors, call, own_plan, place
+    from tests.export.called import Tensors, call, own_plan, place, sizes_of
 
     name, loaded = library
     spelling, gpu, draw = PROBLEMS[name], torch.device("cuda", torch.cuda.current_device()), random.Random(0)
@@ -93,9 +93,9 @@ def test_c_computes_what_the_front_end_does(library: Any) -> None:
             numbers = [2, 1024, 1024, 6]
         known: Tensors = {}
         for entry in pair:
-            sizes = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": device_of(gpu).sm_count}
+            sizes = sizes_of(entry, export, numbers, device_of(gpu))
             plan = own_plan(entry, export, sizes, device_of(gpu))
-            tensors, scratch = place(entry, plan, "cuda")
+            tensors, scratch = place(entry, plan, sizes, "cuda")
             inputs = {b.name: known.get(b.name, fill(b.name, tensors[b.name], columns)) for b in plan.named("input")}
             tensors.update(inputs)
             for buffer in plan.named("output"):
@@ -104,7 +104,7 @@ def test_c_computes_what_the_front_end_does(library: Any) -> None:
             scratch.fill_(0xFF)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            call(loaded, entry, plan, numbers, tensors, scratch, stream.cuda_stream)
+            call(loaded, entry, plan, sizes, tensors, scratch, stream.cuda_stream)
             torch.cuda.current_stream().wait_stream(stream)
             expected = Bound(plan, inputs, gpu).run(dict(inputs))
             for buffer in plan.named("output"):
@@ -120,7 +120,7 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     from flashtile.export.op import CompanionExport, companion_entries
     from flashtile.problem.op import Companion
     from flashtile.torch.execute.bound import device_of
-    from tests.export.called import call, own_plan, place
+    from tests.export.called import call, own_plan, place, sizes_of
 
     _, loaded = library
     torch.ones(1, device="cuda")  # makes a context current, which C asks for
@@ -128,12 +128,13 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     export = CompanionExport(Companion.parse(PROBLEMS["gelu"]))
     entry = companion_entries("gelu", export)[0]
     gpu = torch.device("cuda", torch.cuda.current_device())
-    plan = own_plan(entry, export, {"rows": 100, "sm_count": device_of(gpu).sm_count}, device_of(gpu))
-    tensors, scratch = place(entry, plan, "cuda")
+    sizes = sizes_of(entry, export, [100], device_of(gpu))
+    plan = own_plan(entry, export, sizes, device_of(gpu))
+    tensors, scratch = place(entry, plan, sizes, "cuda")
     tensors["pre"].normal_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(loaded, entry, plan, [100], tensors, scratch, torch.cuda.current_stream().cuda_stream)
+        call(loaded, entry, plan, sizes, tensors, scratch, torch.cuda.current_stream().cuda_stream)
     tensors["pre"].normal_()
     graph.replay()
     exact = torch.nn.functional.gelu(tensors["pre"].double(), approximate="tanh")

@@ -30,6 +30,7 @@ from flashtile.torch.routes.operator import dense_strides, laid
 from flashtile.torch.routes.request import read
 
 _MOST = 1024  # remembered layouts
+PLACES = ("seqused_k", "page_table", "cu_seqlens")  # of an append by the items' lengths
 
 
 # -- append ---------------------------------------------------------------------------------------------------------------
@@ -48,28 +49,38 @@ def run_append(
 ) -> None:  # fmt: skip
     count, size = k_cache.shape[:2]
     stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
+    places: dict[str, torch.Tensor] = {}
+    items = None
     if slots is None:
         assert used is not None
-        slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
+        items = used.shape[0]
+        if k.device.type == "cpu":
+            slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
+        if k.device.type != "cpu" or backend == "triton":  # the kernel finds the rows itself
+            slots, after = None, used + (k.shape[1] if cu is None else cu.diff())
+            places = {n: t for n, t in zip(PLACES, (after, page_table, cu), strict=True) if t is not None}
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
     scales = {"k": _new_scale(k_scale, k, cu), "v": _new_scale(v_scale, v, cu)}
     if k.dim() == 3:
-        k, v, slots = k[None], v[None], slots[None]
+        k, v, slots = k[None], v[None], slots if slots is None else slots[None]
+    places |= {} if slots is None else {"slots": slots}
     tensors = {"k": k, "v": v, "k_cache": bytes_of(k_cache), "v_cache": bytes_of(v_cache)}
-    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | {"slots": slots}
+    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | places
     if shared:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("v")}
-    key = (backend, k.device, k.dtype, stored, shared, v.shape)
+    key = (backend, k.device, k.dtype, stored, shared, v.shape, *places)
     key += tuple((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values())
     bound = _APPENDS.get(key)
     if bound is None:
         slabs, seqlen, heads, dim = k.shape
-        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared)
+        columns = None if page_table is None else page_table.shape[1]
+        how = (items, columns, cu is not None) if slots is None else ()
+        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared, *how)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
-    if slots.numel():
+    if k.numel() and items != 0:
         bound.run(tensors)
     written = [k_cache, v_cache, *(scale for scale in (k_scale, v_scale) if scale is not None and scaling_of(scale) == "token")]
     for pool in written:  # launches tell nobody what they write
