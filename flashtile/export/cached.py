@@ -122,8 +122,8 @@ class CachedExport:
             at = self.sizes.index(stride)
             text += (
                 f"    if (sizes[{at}] % {self.unit})\n"
-                f'        return fail(FLASHTILE_INVALID_ARGUMENT, "flashtile_{name}: {stride} is %lld; it must be a multiple of '
-                f'{self.unit}",\n                    (long long)sizes[{at}]);\n'
+                f'        return fail(FLASHTILE_INVALID_ARGUMENT, "flashtile_{name}: {stride} is %lld; it must be a "\n'
+                f'                    "multiple of {self.unit}",\n                    (long long)sizes[{at}]);\n'
                 f"    sizes[{first + 1 + i}] = sizes[{at}] / {self.unit};\n"
             )
         return text + "    return FLASHTILE_OK;\n"
@@ -131,7 +131,9 @@ class CachedExport:
     def note(self) -> str:
         """What the header says of both functions."""
         pages, split = self.problem.pages, self.problem.split
-        where = f"in page page_table[i][t / {pages.page_size}], row t % {pages.page_size}" if pages.table else "in page i, row t"
+        where = (
+            f"in page page_table[i][t / {pages.page_size}], row t % {pages.page_size}" if pages.table else "in page i, row t"
+        )
         table = "\n   Entries of page_table behind an item's length are never read." if pages.table else ""
         parts = f"\n   Keys are summed in parts of {split}, {split * 4096} rows an item at most." if split else ""
         if split == 0:
@@ -160,7 +162,8 @@ def cached_entries(name: str, export: CachedExport) -> list[Entry]:
         shown = tuple((f"{unit} * {export.unit}", stride) for unit, stride in zip(export.units, export.strided, strict=True))
         return Entry(
             name=whole, spelling=spelling, direction=direction, sizes=export.sizes, derived=("sm_count", *export.units),
-            plan=plan, strides=partial(export.strides, pools), broadcast=lambda name: (), samples=export.samples, complete=export.complete,
+            plan=plan, strides=partial(export.strides, pools), broadcast=lambda name: (), samples=export.samples,
+            complete=export.complete,
             derive=export.derive(whole), shown=shown, note=export.note(),
         )  # fmt: skip
 

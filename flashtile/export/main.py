@@ -29,7 +29,8 @@ class Request:
     """What is to be exported.
 
     problems: spellings, each with a name before it if it is to have another than its own: "NAME=attention(...)". Sizes in
-        them stand for any; of "cached(...)" the rows of a page and `split` stay. With the layout "llmc" and none of them, llm.c's: causal, head_dim 64 and 128, every dtype.
+        them stand for any; of "cached(...)" the rows of a page and `split` stay. With the layout "llmc" and none of them,
+        llm.c's: causal, head_dim 64 and 128, every dtype.
     architectures: as "sm_90".
     layout: of attention's tensors, if no cache is among them; "bshd", "bhsd" or "llmc".
     """
@@ -91,7 +92,9 @@ def read(spelling: str) -> tuple[str | None, str]:
     """(name or None, the problem's own spelling)."""
     found = re.fullmatch(r"(?:([A-Za-z]\w*)=)?(\w+\(.*\))", spelling.strip(), re.ASCII)
     if found is None:
-        raise InvalidProblem(f"problem is {spelling!r}; it must be 'attention(...)' or 'cached(...)', or 'NAME=attention(...)'.")
+        raise InvalidProblem(
+            f"problem is {spelling!r}; it must be 'attention(...)' or 'cached(...)', or 'NAME=attention(...)'."
+        )
     return found.group(1), found.group(2)
 
 

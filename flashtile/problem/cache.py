@@ -139,7 +139,7 @@ class CachedProblem:
 
     @staticmethod
     def parse(text: str) -> CachedProblem:
-        """The problem that `spell` wrote; "split=default" stands for `default_split`. Raises InvalidProblem on anything else."""
+        """The problem that `spell` wrote; "split=default" is `default_split`. Raises InvalidProblem on anything else."""
         found = re.fullmatch(r"cached\((attention\(.*\)),(pages=[^()]*)\)", text.strip())
         if found is None:
             raise InvalidProblem(f"spelling is {told(text)}; it must be 'cached(attention(...),pages=PAGESxROWSxCOLUMNS,...)'.")
@@ -157,7 +157,9 @@ class CachedProblem:
             fields |= read
         pages = fields["pages"]
         if not p.lengths.used_k:
-            raise InvalidProblem(f"spelling is {told(text)}; attention(...) must say used=k, for items of a cache have lengths.")
+            raise InvalidProblem(
+                f"spelling is {told(text)}; attention(...) must say used=k, for items of a cache have lengths."
+            )
         if p.seqlen_k != pages.capacity:
             raise InvalidProblem(
                 f"spelling is {told(text)}; attention(...) has {p.seqlen_k} keys and an item may have {pages.capacity} rows, "

@@ -67,13 +67,13 @@ def place(entry: Entry, plan: Plan, sizes: dict[str, int], device: str = "cpu") 
         one.name: torch.empty_strided(one.buffer.shape, one.strides, dtype=TORCH_DTYPES[one.buffer.dtype], device=device)
         for one in tensors_of(steps)
     }
-    sizes = [one.elements * SIZES_BYTES[one.buffer.dtype] for one in scratch_of(steps)]
-    offsets = [sum((n + 255) // 256 * 256 for n in sizes[:i]) for i in range(len(sizes) + 1)]
+    parts = [one.elements * SIZES_BYTES[one.buffer.dtype] for one in scratch_of(steps)]
+    offsets = [sum((n + 255) // 256 * 256 for n in parts[:i]) for i in range(len(parts) + 1)]
     scratch = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
     for one in steps.laid:
         if one.buffer.over is not None:
             tensors[one.name] = tensors[one.buffer.over]
-    for one, offset, size in zip(scratch_of(steps), offsets, sizes, strict=False):
+    for one, offset, size in zip(scratch_of(steps), offsets, parts, strict=False):
         part = scratch[offset : offset + size].view(TORCH_DTYPES[one.buffer.dtype])
         tensors[one.name] = part.view(one.buffer.shape)
     return tensors, scratch

@@ -40,7 +40,11 @@ def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -
         if not fitting and trace(entry, device, sizes) is None:  # numbers beyond 32 bits, which the run-time refuses
             continue
         assert len(fitting) == 1, (entry.name, device.target, sizes, len(fitting))
-        assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device), sizes), (entry.name, device.target, sizes)
+        assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device), sizes), (
+            entry.name,
+            device.target,
+            sizes,
+        )
     return len(paths)
 
 

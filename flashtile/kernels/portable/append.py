@@ -17,8 +17,8 @@ LEAST_SCALE = constexpr(2.0**-126)  # of a token: one over it is finite
 
 @dataclass(frozen=True)
 class How:
-    """What the compiler must know: rows of a page, 1 where nobody asks; heads that a program writes; widths of rows and of their tiles; and
-    what is stored, as `problem.stored.Stored` has it, "" for what comes.
+    """What the compiler must know: rows of a page, 1 where nobody asks; heads that a program writes; widths of rows and of
+    their tiles; and what is stored, as `problem.stored.Stored` has it, "" for what comes.
     """
 
     page: int
@@ -67,17 +67,16 @@ def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides
 def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: tl.constexpr):
     """(page, row) of new tokens by the items' lengths, and whether an item has a page for it."""
     if place_ptrs[3] is not None:
-        before, begin, end = (place * 0).to(tl.int32), place * 0, place * 0
+        before = (place * 0).to(tl.int32)
         for start in tl.range(0, items + 1, 64):
             other = start + tl.arange(0, 64)
             cu = tl.load(place_ptrs[3] + other, mask=other <= items, other=2**31 - 1)
             before += tl.sum((cu[None, :] <= place[:, None]).to(tl.int32), 1)
         there = there & (before > 0) & (before <= items)
         item = tl.where(there, before - 1, 0).to(tl.int64)
-        begin = tl.load(place_ptrs[3] + item, mask=there, other=0).to(tl.int64)
         end = tl.load(place_ptrs[3] + item + 1, mask=there, other=0).to(tl.int64)
     else:
-        item, begin, end = slab, place * 0, place * 0 + seqlen
+        item, end = slab, place * 0 + seqlen
     position = tl.load(place_ptrs[1] + item, mask=there, other=0).to(tl.int64) - end + place
     there = there & (position >= 0) & (position < rows)
     if place_ptrs[2] is not None:
@@ -120,8 +119,8 @@ def plan_append(p: AppendProblem) -> Plan:
     rows = max(1, ELEMENTS // max(columns, columns_v))
     tokens = p.slabs * p.seqlen
     how = How(
-        p.page_size if p.items is None or p.columns is not None else 1, rows, p.head_dim, p.head_dim_v, columns, columns_v, "" if p.stored is None else p.stored.dtype,
-        p.scaling("k"), p.scaling("v"),
+        p.page_size if p.items is None or p.columns is not None else 1, rows, p.head_dim, p.head_dim_v, columns, columns_v,
+        "" if p.stored is None else p.stored.dtype, p.scaling("k"), p.scaling("v"),
     )  # fmt: skip
     scales = {side: f"{side}_scale{'_out' if p.scaling(side) == 'token' else ''}" for side in p.sides if p.scaling(side)}
 

@@ -11,6 +11,7 @@ others: `routes/request.py`. Neither has gradients; `gradient.py` goes another w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ def run_append(
     if bound is None:
         slabs, seqlen, heads, dim = k.shape
         columns = None if page_table is None else page_table.shape[1]
-        how = (items, columns, cu is not None) if slots is None else ()
-        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared, *how)
+        problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared)
+        if slots is None:
+            problem = replace(problem, items=items, columns=columns, packed=cu is not None)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
     if k.numel() and items != 0:
