@@ -124,6 +124,17 @@ class CachedProblem:
         return [f"values that are columns of the keys may stand beside more of these: v_cache=k_cache[..., :{p.head_dim_v}]"]
 
     @property
+    def bytes(self) -> int:
+        """Fewest bytes through device memory where every item has all rows that it may have; the table is left out."""
+        p, stored = self.attention, self.stored
+        rows = p.batch * self.pages.capacity * p.heads_kv
+        size = p.dtype.size_bytes if stored is None else 1
+        columns = p.head_dim + (0 if self.shared else p.head_dim_v)
+        scales = 0 if stored is None else 4 * (stored.k_scale, stored.v_scale).count("token")
+        queries = p.slabs * p.span_q * p.heads_q
+        return rows * (columns * size + scales) + queries * ((p.head_dim + p.head_dim_v) * p.dtype.size_bytes + 4)
+
+    @property
     def splits(self) -> int:
         """Parts that an item's keys may have."""
         return parts_of(self.split, self.pages)
@@ -176,6 +187,24 @@ _PARTS: dict[str, Any] = {
     "cache": lambda value: {"stored": Stored.parse(value)},
 }
 _WORDS: dict[str, dict[str, bool]] = {"v<k": {"shared": True}, "unaligned": {"addressable": False}}
+
+
+def why_split(problem: CachedProblem) -> str:
+    """How the keys are split, and why, in words."""
+    p, pages = problem.attention, problem.pages
+    default, rows = default_split(p, pages), p.seqlen_q * p.group
+    if p.lengths.varlen:
+        why = "queries lie one after another, and how many an item has is not known"
+    elif rows > 64:
+        why = f"{rows} rows of queries share each key/value head, more than 64"
+    elif pages.capacity <= 512:
+        why = f"an item has at most {pages.capacity} keys, no more than 512"
+    else:
+        why = f"{rows} rows of queries share each key/value head, and an item may have {pages.capacity} keys"
+    how = f"{problem.splits} parts of {problem.split} keys" if problem.split else "one pass"
+    if problem.split == default:
+        return f"split: {how}, the default: {why}"
+    return f"split: {how}, as asked; by default {f'parts of {default} keys' if default else 'one pass'}: {why}"
 
 
 def default_split(p: AttentionProblem, pages: Pages) -> int:

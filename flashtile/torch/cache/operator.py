@@ -202,6 +202,24 @@ def layout_of(
     return found, {name: tensors[i] for name, i in found.places.items()}
 
 
+def describe(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: bool,
+    others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
+) -> tuple[CachedProblem, Any, str | None]:  # fmt: skip
+    """(the problem, the request, the backend that is asked for) of a call; split -1: the default."""
+    request = read(text)
+    batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
+    pages = check_table(three[1], page_table, batch, first)
+    try:
+        named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
+    except InvalidProblem as error:
+        raise renamed(error, CALLED) from None
+    split = default_split(named.problem, pages) if split < 0 else split
+    stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
+    aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
+    return CachedProblem(named.problem, pages, split, stored, shared, aligned), request, named.options.backend
+
+
 class _Layout:
     """What is known of calls of one request with tensors of one layout."""
 
@@ -209,20 +227,10 @@ class _Layout:
         self, three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: bool,
         others: list[torch.Tensor], asked: tuple[Any, ...],
     ):  # fmt: skip
-        split, text, floats, ints = asked
-        request, q = read(text), three[0]
-        batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
-        pages = check_table(three[1], page_table, batch, first)
-        try:
-            named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
-        except InvalidProblem as error:
-            raise renamed(error, CALLED) from None
+        self.problem, request, backend = describe(three, scales, page_table, first, others, *asked)
+        q = three[0]
         self.packed = request.varlen
-        split = default_split(named.problem, pages) if split < 0 else split
-        stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
-        aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
-        self.problem = CachedProblem(named.problem, pages, split, stored, shared, aligned)
-        self.plan = dispatch.plan_cached(self.problem, device_of(q.device), named.options.backend)
+        self.plan = dispatch.plan_cached(self.problem, device_of(q.device), backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
         self.places = _places(self.problem, request.lengths)
         self._bound: Bound | None = None

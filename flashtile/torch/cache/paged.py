@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.problem.cache import CachedProblem
 from flashtile.torch.cache.append import append_to_cache
-from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache.attention import attention_cached, problem_of
 from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
 from flashtile.torch.call.stored import Scales, check_scale, is_shared
 from flashtile.torch.execute.bound import DTYPES
@@ -82,6 +83,13 @@ class PagedCache:
     def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
         """`attention_cached` of q over it; arguments: those that say nothing of the cache. append=(k, v) leaves `seqused`."""
         return attention_cached(
+            q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, k_scale=self.k_scale,
+            v_scale=self.v_scale, **arguments,
+        )  # fmt: skip
+
+    def problem(self, q: torch.Tensor, **arguments: Any) -> CachedProblem:
+        """The problem of `attention` with these arguments, those of appending and shared_prefix left out: `explain` has it."""
+        return problem_of(
             q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, k_scale=self.k_scale,
             v_scale=self.v_scale, **arguments,
         )  # fmt: skip
