@@ -346,10 +346,10 @@ def attention_forward(
     if packed[0] is None and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None):
         return attend_whole(q, k, v, arguments), None
     if attention_mask is None and causal and packed[0] is None and bias is None:
-        packed = [packed_starts(positions, q, k)] * 2
-        if packed[0] is not None:
-            rows = [t.flatten(0, 1) for t in (q, k, v)]
-            return attention_varlen(*rows, *packed, **arguments).unflatten(0, q.shape[:2]), None
+        at = packed_starts(positions, q, k)
+        if at is not None:
+            out = attention_varlen(*(t.flatten(0, 1) for t in (q, k, v)), at, at, **arguments)
+            return out.unflatten(0, q.shape[:2]), None
     if packed[0] is None or (ours and attention_mask.documents is not None):  # which are what is packed
         return attention(q, k, v, **arguments), None
     if q.shape[0] != 1:
