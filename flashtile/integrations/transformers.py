@@ -348,7 +348,7 @@ def attention_forward(
     if attention_mask is None and causal and packed[0] is None and bias is None:
         at = packed_starts(positions, q, k)
         if at is not None:
-            out = attention_varlen(*(t.flatten(0, 1) for t in (q, k, v)), at, at, **arguments)
+            out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), at, at, **arguments)
             return out.unflatten(0, q.shape[:2]), None
     if packed[0] is None or (ours and attention_mask.documents is not None):  # which are what is packed
         return attention(q, k, v, **arguments), None
