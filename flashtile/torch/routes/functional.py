@@ -2,7 +2,7 @@
 
 Functions call each other's passes: `_FunctionalAttention`, its gradients `_Backward`, its tangents `_Tangent`, and `_Dual`,
 which has out and its tangent of one pass. What a second derivative needs is `_Second`, which ends the chain: a third one is
-refused by name. Each takes what runs it, `_Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the
+refused by name. Each takes what runs it, `Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the
 two have the same methods.
 """
 
@@ -27,7 +27,7 @@ from flashtile.torch.routes.request import read
 Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of q
 
 
-class _Asked:
+class Asked:
     """What the operators are asked besides tensors: one value to those who take arguments apart.
 
     duals: the tensors as they came, where forward mode is by itself: their tangents are there while its level is.
@@ -38,9 +38,9 @@ class _Asked:
     def __init__(self, wanted: int, text: str, *numbers: Any):
         self.wanted, self.numbers = wanted, (text, *numbers)
 
-    def wanting(self, wanted: int) -> _Asked:
+    def wanting(self, wanted: int) -> Asked:
         """The same, with gradients of other tensors: bit i says whether the i-th has one."""
-        return _Asked(wanted, *self.numbers)
+        return Asked(wanted, *self.numbers)
 
     def forward(self, given: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v, *others = given
@@ -128,7 +128,7 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
 
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
     """(out, lse, residual), as the operator gives them; of duals of the innermost level without residual."""
-    runs, given = _Asked(*asked), (q, k, v, *others)
+    runs, given = Asked(*asked), (q, k, v, *others)
     if makes_duals():
         duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
         if any(tangent is not None for _, tangent in duals):

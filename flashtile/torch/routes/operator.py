@@ -53,7 +53,7 @@ def run_forward(
     if wanted:
         layout.call.require_backward()
     out, lse, *kept = layout.call.forward(layout.slabs(packs), rest)
-    residual, lse = _residual(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
+    residual, lse = residual_of(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
     if layout.varlen:
         out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
     return laid(out, layout.out_strides), lse, residual
@@ -195,7 +195,7 @@ def _resolved(tensors: Sequence[Maybe]) -> tuple[torch.Tensor, ...]:
     return tuple([t.resolve_neg() if t.is_neg() else t for t in tensors if t is not None])
 
 
-def _residual(lse: torch.Tensor, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def residual_of(lse: torch.Tensor, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """What a backend keeps besides out and lse: of float32 up to two numbers a row, (batch, heads_q, 2, seqlen_q)."""
     if dtype is not torch.float32:
         return lse.new_empty(0)
