@@ -2,8 +2,8 @@
 
 python -m tests.hopper.emulated_stored CASE ...
 
-A case is JSON: the arguments of a `StoredCase` under "stored" and of its `Case` under "case", and fields of the tile that is not
-the chosen one under "launch". A line is {"errors": {"out": relative RMS beside float64, "lse": largest error, "padding":
+A case is JSON: the arguments of a `StoredCase` under "stored" and of its `Case` under "case", and under "launch" fields of the
+tile that is not the chosen one. A line is {"errors": {"out": relative RMS beside float64, "lse": largest error, "padding":
 infinity where NaN in padding shows}}, or {"failure": ...}.
 """
 

@@ -14,7 +14,11 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"out": 2.8e-2, "lse": 2e-3, "padding": 0.0}  # relative RMS: what three bits of the probabilities cost; 13 bits of sums
+LIMITS = {
+    "out": 2.8e-2,
+    "lse": 2e-3,
+    "padding": 0.0,
+}  # relative RMS: what three bits of the probabilities cost; 13 bits of sums
 VARLEN: dict[str, Any] = dict(batch=1, seqlen_q=290, seqlen_k=420, cu_q=(0, 70, 70, 75, 280), cu_k=(0, 130, 150, 150, 411))
 
 

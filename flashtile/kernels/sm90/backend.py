@@ -449,7 +449,7 @@ def stored_refusals(p: AttentionProblem) -> list[str]:
     if p.stored is None:
         return []
     if not p.multiplies_fp8:
-        return [f"k and v are stored in {p.stored.dtype}; these kernels read 16 bits, or e4m3 for q, too, under precision='fp8'"]
+        return [f"k and v are stored in {p.stored.dtype}; these kernels read 16 bits or, under precision='fp8', e4m3"]
     reasons = [
         f"{side}_scale is one of each token; these kernels take one of each head" for side, how in p.stored.scaled.items()
         if how == "token"

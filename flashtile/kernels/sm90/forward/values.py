@@ -1,4 +1,4 @@
-"""Values of 8 bits turned, before a forward that multiplies them: along the keys, as the matrix unit takes them. Plain Triton."""
+"""Values of 8 bits turned along the keys, as the matrix unit takes them, before a forward multiplies them. Plain Triton."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def turned_key(place):
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_values(v_ptr, turned_ptr, strides, seqlen_q, seqlen_k, heads, left, right, region, T: tl.constexpr):
-    """turned[slab, head, column, place] = v[slab, key, head, column], zero for keys that no query sees. A program turns ROWS keys of a part
-    of the columns.
+    """turned[slab, head, column, place] = v[slab, key, head, column], zero for keys that no query sees.
 
-    Keys stand in groups of sixteen, in each as `turned_key` has them. v: bytes with strides of (slabs, seqlen_k, heads,
+    A program turns ROWS keys of a part of the columns. Keys stand in groups of sixteen, in each as `turned_key` has them. v: bytes with strides of (slabs, seqlen_k, heads,
     head_dim_v); turned: (slabs, heads, head_dim_v, padded), dense, with whole tiles of ROWS keys for every item.
     region = (schedule of tiles of keys where T.items.ragged, padded).
     """
