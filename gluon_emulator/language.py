@@ -11,7 +11,7 @@ from gluon_emulator.machine import WARPGROUP, Barriers, Memory, Scalar, here, no
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
-uint8, float8e4nv = torch.uint8, torch.float8_e4m3fn
+uint8, float8e4nv, float8e5 = torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2
 tensor = shared_memory_descriptor = object  # annotations
 static_range = range = range
 

@@ -195,7 +195,9 @@ def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "INTERPRETED", False)
     found = flashtile.explain(q, k, v, k_scale=2.0, device="H100")
     assert found.forward.backend == "triton"
-    assert found.refusals["hopper"][0].startswith("k and v are stored in e4m3; these kernels read 16 bits or, under")
+    assert found.refusals["hopper"][0].startswith("k and v are stored in e4m3 and 10 query rows share them, of heads together")
+    many = flashtile.explain(q.repeat(1, 60, 1, 1), k, v, k_scale=2.0, device="H100")
+    assert (many.forward.backend, len(many.forward.calls)) == ("hopper", 3)
     z = flashtile.quantize(*(t.bfloat16() for t in (q, k, v)))
     options = Options(precision="fp8")
     found = flashtile.explain(*z.tensors, **z.scales, options=options, device="H100")

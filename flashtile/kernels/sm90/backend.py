@@ -51,6 +51,7 @@ from flashtile.plan.device import Device
 from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dtype import DType
 from flashtile.problem.options import Variant
 from flashtile.triton_glue import language as _triton
 from flashtile.triton_glue.language import JitTuple
@@ -60,6 +61,9 @@ FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delt
 FEW_KEYS = 15  # of an item on average: of so few, lengths and masks often leave one
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
 STORED_ELEMENTS = 16  # likewise of bytes
+# Of an item and its heads that share keys. Keys and values of 8 bits are read, written in 16 and read: 5 bytes of each number
+# at 4 TB/s. Portable kernels read one, but multiply at 330 instead of 750 TFLOP/s (an H200, 2026-11-29): even at 370 rows.
+FEW_ROWS = 512
 
 
 class Repairs(Protocol):
@@ -111,6 +115,8 @@ class HopperBackend:
     def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
         p, split = problem.listed, is_split(problem, variant)
+        if p.stored is not None:
+            return ["k and v are of 8 bits and have no gradient; a call that wants others computes them of 16-bit ones"]
         reasons: list[str] = []
         items = p.batch if p.lengths.varlen else 1
         if p.lone:
@@ -185,7 +191,10 @@ class HopperBackend:
             launch.num_warps,
             early=True,
         )
-        before, scratch = turn_values(p, tile, schedules) if p.multiplies_fp8 else ([], [])
+        if p.multiplies_fp8:
+            before, scratch = turn_values(p, tile, schedules)
+        else:
+            before, scratch = ([], []) if p.stored is None else widen(p)
         buffers = (*forward_buffers(p), *scratch, *schedules.buffers)
         notes = (f"forward tile {launch.spell()}", *told(fired))
         plan = Plan(p, self.name, "", buffers, (*schedules.calls, *before, call), notes, optional=frozenset({"lse"}))
@@ -368,6 +377,9 @@ def over_queries(
     region: tuple[Any, ...] = (schedule, records, mask_args(p), block_lists(p, "q"))
     if p.multiplies_fp8:
         tiles = (*tiles[:2], Descriptor("turned", (1, 1, tile.columns_v, tile.block_k), axes=(0, 1, 2, 3)))
+    elif p.stored is not None:
+        tiles = (tiles[0], *(replace(t, name=f"wide.{t.name}") for t in tiles[1:]))
+    if p.stored is not None:
         names = [f"{side}_scale" if side in scale_shapes(p) else None for side in "qkv"]
         region = (*region, tuple(arg for name in names for arg in (name and Pointer(name), name and Strides(name))))
     rest = product_scale(p), score_args(p), region
@@ -387,6 +399,25 @@ def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) ->
     )
     grid = (tiles * p.heads_kv * tile.parts_v, 1, 1)
     return [KernelCall(attention_values, grid, args, (("T", tile),), 4, 1)], [turned]
+
+
+def widen(p: AttentionProblem) -> tuple[list[KernelCall], list[Buffer]]:
+    """What makes `wide.k` and `wide.v` of keys and values in 8 bits, and these."""
+    from flashtile.kernels.sm90.forward.widen import WidenTile, attention_widened
+
+    assert p.stored is not None
+    calls, made = list[KernelCall](), list[Buffer]()
+    for side in "kv":
+        shape, token = shapes(p)[side], p.stored.scaled.get(side) == "token"
+        columns = 1 << (shape[3] - 1).bit_length()
+        tile = WidenTile(max(16, 8192 // columns), columns, shape[3], p.stored.dtype, token)
+        made.append(Buffer(f"wide.{side}", shape, p.dtype.value, "scratch"))
+        scale = f"{side}_scale" if token else None
+        strides = (Strides(side), Strides(f"wide.{side}"), scale and Strides(scale))
+        args = (Pointer(side), scale and Pointer(scale), Pointer(f"wide.{side}"), strides, p.span_k, p.heads_kv)
+        grid = (-(-p.span_k // tile.rows) * p.slabs * p.heads_kv, 1, 1)
+        calls.append(KernelCall(attention_widened, grid, args, (("T", tile),), 4, 1))
+    return calls, made
 
 
 def queries_call(
@@ -449,7 +480,18 @@ def stored_refusals(p: AttentionProblem) -> list[str]:
     if p.stored is None:
         return []
     if not p.multiplies_fp8:
-        return [f"k and v are stored in {p.stored.dtype}; these kernels read 16 bits or, under precision='fp8', e4m3"]
+        rows, few = p.span_q * p.group, FEW_ROWS * (p.batch if p.lengths.varlen else 1)
+        reasons: list[str] = []
+        if p.stored.k_scale == "token":
+            reasons.append("k_scale is one of each token; keys times it would be rounded to 16 bits here")
+        if p.stored.v_scale == "token" and p.dtype is DType.FP16:
+            reasons.append("v_scale is one of each token and q is fp16, in which values times it may be infinite")
+        if rows < few:
+            reasons.append(
+                f"k and v are stored in {p.stored.dtype} and {rows} query rows share them, of heads together; here they become "
+                f"{p.dtype} in memory first, which pays from {few} on"
+            )
+        return reasons
     reasons = [
         f"{side}_scale is one of each token; these kernels take one of each head" for side, how in p.stored.scaled.items()
         if how == "token"

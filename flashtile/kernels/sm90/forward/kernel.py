@@ -179,7 +179,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     scale, score_args, region = rest[0], rest[1], rest[2]
     given = given[0], given[1], careful(mem.again, GROUP, T)
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
-    if T.stored.fp8:
+    if T.stored.scales:
         scale = scores_scale(scale, region, at, size.group, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
@@ -489,7 +489,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
     contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments
     of modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
-    lists, or None; where T.stored.fp8 the scales of q, k and v, each a pointer, None if there is none, and its strides).
+    lists, or None; where q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
 
     Where T.stored.fp8 q, k and v are bytes, and v is what `values.py` makes of it, (slabs, heads_kv, head_dim_v, padded).
     """

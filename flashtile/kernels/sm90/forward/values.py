@@ -21,8 +21,9 @@ def turned_key(place):
 def attention_values(v_ptr, turned_ptr, strides, seqlen_q, seqlen_k, heads, left, right, region, T: tl.constexpr):
     """turned[slab, head, column, place] = v[slab, key, head, column], zero for keys that no query sees.
 
-    A program turns ROWS keys of a part of the columns. Keys stand in groups of sixteen, in each as `turned_key` has them. v: bytes with strides of (slabs, seqlen_k, heads,
-    head_dim_v); turned: (slabs, heads, head_dim_v, padded), dense, with whole tiles of ROWS keys for every item.
+    A program turns ROWS keys of a part of the columns. Keys stand in groups of sixteen, in each as `turned_key` has them.
+    v: bytes with strides of (slabs, seqlen_k, heads, head_dim_v); turned: (slabs, heads, head_dim_v, padded), dense, with whole
+    tiles of ROWS keys for every item.
     region = (schedule of tiles of keys where T.items.ragged, padded).
     """
     COLUMNS: tl.constexpr = T.columns_v

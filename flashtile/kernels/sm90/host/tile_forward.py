@@ -133,7 +133,9 @@ class ForwardPipeline:
 
 @dataclass(frozen=True)
 class ForwardStored:
-    """Whether q, k, v and probabilities are multiplied as e4m3, and which of q, k and v have scales, of each item's head."""
+    """Whether q, k, v and probabilities are multiplied as e4m3, and which of q, k and v have scales that products bear, of each
+    item's head.
+    """
 
     fp8: bool
     q_head: bool
@@ -143,7 +145,12 @@ class ForwardStored:
     @classmethod
     def of(cls, problem: AttentionProblem) -> ForwardStored:
         scaled = {} if problem.stored is None else problem.stored.scaled
-        return cls(problem.multiplies_fp8, *(name in scaled for name in "qkv"))
+        return cls(problem.multiplies_fp8, *(scaled.get(name) == "head" for name in "qkv"))
+
+    @property
+    def scales(self) -> bool:
+        """Whether scores are scaled by it."""
+        return self.q_head or self.k_head
 
 
 class Narrow:
@@ -358,6 +365,8 @@ def skips(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
     p = problem
     banded = p.band.left is not None or p.band.right is not None
     ends = p.lengths.ragged and launch.groups == 2
+    if p.multiplies_fp8 and p.lengths.ragged and p.band.left is not None and max(p.head_dim, p.head_dim_v) > 128:
+        return False  # the accumulators leave no registers for it: 60 spills a key tile (compiled for sm90)
     return p.blocks is None and (ends or (banded and launch.block_q > launch.block_k))
 
 
