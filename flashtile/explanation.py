@@ -105,7 +105,7 @@ def explain(
             if value is not None and value is not False and value != ():
                 raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
-        place = _device(device) or _this_machine()
+        place = device_named(device) or this_machine()
     else:
         from flashtile.torch.api.stored import describe_stored, is_stored
         from flashtile.torch.call.arguments import Arguments
@@ -124,7 +124,7 @@ def explain(
             described, options = describe_stored(packs, named, arguments, scales)
         else:
             described, options = make_problem(problem, k, v, arguments, named)
-        place = _device(device) or device_of(problem.device)
+        place = device_named(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
         gathered = () if moved is None else moved.notes()
@@ -166,7 +166,7 @@ def _without_triton(problem: AttentionProblem, place: Device, options: Options) 
     return found[1], forward, backward
 
 
-def _device(device: Device | str | None) -> Device | None:
+def device_named(device: Device | str | None) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
     plain = _plain(str(device))
@@ -186,7 +186,7 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-def _this_machine() -> Device:
+def this_machine() -> Device:
     """The GPU that PyTorch would use, else the CPU."""
     try:
         import torch

@@ -92,3 +92,13 @@ def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> Non
     assert every == [["out", "lse"]] + 3 * [["out", "lse"], ["dq", "dk", "dv"]]
     assert one[:2] == 2 * [["out", "lse"]]
     assert all("dk" in outputs for outputs in one[2::2])
+
+
+@on_cpu
+@compiler
+def test_calls_find_on_disk_what_warm_compiled(tmp_path: Path) -> None:
+    first, again, found = printed(tmp_path, "warmed")
+    assert (first, again) == ("4 kernels, 4 compiled now, 0 on disk before", "4 kernels, 0 compiled now, 4 on disk before")
+    assert sorted(ast.literal_eval(found)) == [
+        (name, True) for name in ("attention_backward", "attention_dq", "attention_forward", "attention_rows")
+    ]
