@@ -120,6 +120,7 @@ def warm(
     suite: Annotated[list[str], typer.Option(help="A suite of `flashtile bench`; may be repeated.")] = [],  # noqa: B006
     device: Annotated[str | None, typer.Option(help="sm90, H100, ...; default: this machine's GPU.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Kernels compiled at a time; default: one per core.")] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="Forwards alone, for inference.")] = False,
 ) -> None:
     """Compile the kernels of problems ahead, so that first calls find them on disk. Needs no GPU."""
     explanation, cases = import_module("flashtile.explanation"), import_module("flashtile.bench.cases")
@@ -133,7 +134,7 @@ def warm(
         def report(done: int, total: int, what: str) -> None:
             progress.update(bar, completed=done, total=total, description=what, refresh=True)
 
-        warmed = import_module("flashtile.warm").warm(asked, place, jobs, report)
+        warmed = import_module("flashtile.warm").warm(asked, place, jobs, report, backward=not forward)
     typer.echo(f"{warmed}, for {place.target}")
 
 

@@ -198,7 +198,7 @@ def _over_a_cache(
     if isinstance(problem, CachedProblem) or (isinstance(problem, str) and problem.strip().startswith("cached(")):
         _check_alone({"k": k, "v": v, "dropout": dropout, **asked})
         cached = CachedProblem.parse(problem) if isinstance(problem, str) else problem
-        return explain_cached(cached, _device(device) or _this_machine(), backend)
+        return explain_cached(cached, device_named(device) or this_machine(), backend)
     if k is None or not hasattr(k, "page_table"):
         return None
     if v is not None or dropout is not None:
@@ -206,7 +206,7 @@ def _over_a_cache(
     from flashtile.torch.execute.bound import device_of
 
     cached = k.problem(problem, **asked, options=options)
-    return explain_cached(cached, _device(device) or device_of(k.k.device), backend)
+    return explain_cached(cached, device_named(device) or device_of(k.k.device), backend)
 
 
 def _check_alone(given: dict[str, Any]) -> None:

@@ -31,8 +31,10 @@ class Warmed:
         return f"{self.kernels} kernels, {self.compiled} compiled now, {self.kernels - self.compiled} on disk before"
 
 
-def warm(spellings: Iterable[str], device: Device, jobs: int | None = None, report: Report = lambda *_: None) -> Warmed:
-    """Compile what a first forward and backward of dense tensors would; sizes as spelled choose tiles, hence kernels.
+def warm(
+    spellings: Iterable[str], device: Device, jobs: int | None = None, report: Report = lambda *_: None, backward: bool = True
+) -> Warmed:
+    """Compile what a first forward of dense tensors, and its backward, would; sizes as spelled choose tiles, hence kernels.
 
     jobs: kernels compiled at a time; one per core by default. Raises InvalidProblem and NotSupported before it compiles any.
     """
@@ -43,15 +45,15 @@ def warm(spellings: Iterable[str], device: Device, jobs: int | None = None, repo
         raise InvalidProblem("there is no problem to warm; give spellings, or a suite.")
     if _triton.INTERPRETED:
         raise NotSupported("warm", {"triton": ["its interpreter is on (TRITON_INTERPRET=1); kernels cannot be compiled"]})
-    plans = [plan for problem in problems for plan in _plans(problem, device)]
+    plans = [plan for problem in problems for plan in _plans(problem, device, backward)]
     return _compile_all(plans, device, jobs or len(os.sched_getaffinity(0)), report)
 
 
-def _plans(problem: AttentionProblem, device: Device) -> list[Plan]:
-    """Those of a forward and, where it has one, of the backward of q, k and v."""
+def _plans(problem: AttentionProblem, device: Device, backward: bool) -> list[Plan]:
+    """That of a forward and, if wanted, of the backward of q, k and v."""
     made = [dispatch.plan_forward(problem, device)]
-    if problem.stored is None:  # what is stored in 8 bits has no gradient
-        made.append(dispatch.plan_backward(problem, device, Gradients()))
+    if backward:
+        made.append(dispatch.plan_backward(problem.dequantised, device, Gradients()))
     return made
 
 

@@ -27,9 +27,9 @@ SPELLING = "attention(q=1x128x2x64,kv=128x2x64,fp16)"
 def main() -> None:
     torch._C._cuda_getDevice = lambda: None  # pyright: ignore[reportAttributeAccessIssue] (a CPU's index)
     told: list[tuple[int, int]] = []
-    for _ in range(2):
-        print(warm([SPELLING], H100, 2, lambda done, total, what: told.append((done, total))))
-    assert told == 2 * [(done, told[0][1]) for done in range(1, told[0][1] + 1)]
+    for backward in (False, True, True):
+        print(warm([SPELLING], H100, 2, lambda done, total, what: told.append((done, total)), backward))
+    assert told == [(1, 1), *2 * [(done, 4) for done in (1, 2, 3, 4)]]
     found: list[tuple[str, bool]] = []
 
     def listen(src: Any, cache_hit: bool, **_: Any) -> None:
