@@ -1,4 +1,4 @@
-"""The command line: flashtile demo | bench | explain | export | tune | fuzz. Each command imports what it needs when called."""
+"""The command line: demo | bench | explain | export | tune | warm | fuzz. Each command imports what it needs when called."""
 
 from __future__ import annotations
 
@@ -112,6 +112,30 @@ def tune(
 ) -> None:
     """Measure tiles for problems on this machine's GPU and write down the fastest."""
     import_module("flashtile.tune").tune(spellings, output)
+
+
+@app.command()
+def warm(
+    spellings: Annotated[list[str], typer.Argument(help="Problems, such as 'attention(q=1x4096x16x128,...)'.")] = [],  # noqa: B006
+    suite: Annotated[list[str], typer.Option(help="A suite of `flashtile bench`; may be repeated.")] = [],  # noqa: B006
+    device: Annotated[str | None, typer.Option(help="sm90, H100, ...; default: this machine's GPU.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Kernels compiled at a time; default: one per core.")] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="Forwards alone, for inference.")] = False,
+) -> None:
+    """Compile the kernels of problems ahead, so that first calls find them on disk. Needs no GPU."""
+    explanation, cases = import_module("flashtile.explanation"), import_module("flashtile.bench.cases")
+    asked = [*spellings, *(case.spell() for name in suite for case in cases.suite_named(name).cases)]
+    place = explanation.device_named(device) or explanation.this_machine()
+    rich = import_module("rich.progress")
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:  # no thread beside forks
+        bar = progress.add_task("", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            progress.update(bar, completed=done, total=total, description=what, refresh=True)
+
+        warmed = import_module("flashtile.warm").warm(asked, place, jobs, report, backward=not forward)
+    typer.echo(f"{warmed}, for {place.target}")
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -145,7 +145,7 @@ def explain(
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
         _check_alone({**given, "sink": sink, "dropout": dropout, "return_lse": return_lse, **lengths, **scales})
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
-        place = _device(device) or _this_machine()
+        place = device_named(device) or this_machine()
     else:
         from flashtile.torch.api.stored import describe_stored, is_stored
         from flashtile.torch.call.arguments import Arguments
@@ -164,7 +164,7 @@ def explain(
             described, options = describe_stored(packs, named, arguments, scales)
         else:
             described, options = make_problem(problem, k, v, arguments, named)
-        place = _device(device) or device_of(problem.device)
+        place = device_named(device) or device_of(problem.device)
         layout = {"q": problem, "k": k, "v": v}
         wanted = frozenset(name for name, tensor in layout.items() if tensor.requires_grad) or wanted
         gathered = () if moved is None else moved.notes()
@@ -198,7 +198,7 @@ def _over_a_cache(
     if isinstance(problem, CachedProblem) or (isinstance(problem, str) and problem.strip().startswith("cached(")):
         _check_alone({"k": k, "v": v, "dropout": dropout, **asked})
         cached = CachedProblem.parse(problem) if isinstance(problem, str) else problem
-        return explain_cached(cached, _device(device) or _this_machine(), backend)
+        return explain_cached(cached, device_named(device) or this_machine(), backend)
     if k is None or not hasattr(k, "page_table"):
         return None
     if v is not None or dropout is not None:
@@ -206,7 +206,7 @@ def _over_a_cache(
     from flashtile.torch.execute.bound import device_of
 
     cached = k.problem(problem, **asked, options=options)
-    return explain_cached(cached, _device(device) or device_of(k.k.device), backend)
+    return explain_cached(cached, device_named(device) or device_of(k.k.device), backend)
 
 
 def _check_alone(given: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _without_triton(problem: AttentionProblem, place: Device, options: Options) 
     return found[1], forward, backward
 
 
-def _device(device: Device | str | None) -> Device | None:
+def device_named(device: Device | str | None) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
     plain = _plain(str(device))
@@ -253,7 +253,7 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-def _this_machine() -> Device:
+def this_machine() -> Device:
     """The GPU that PyTorch would use, else the CPU."""
     try:
         import torch

@@ -41,7 +41,7 @@ def test_version() -> None:
 def test_help_lists_the_commands() -> None:
     result = call("--help")
     assert result.exit_code == 0
-    for command in ("demo", "bench", "explain", "tune"):
+    for command in ("demo", "bench", "explain", "tune", "warm"):
         assert command in result.stdout
 
 
@@ -236,3 +236,18 @@ def test_without_torch_a_command_names_the_extra() -> None:
     result = python("import sys; sys.modules['torch'] = None; from flashtile.cli import app; app(['demo'])")
     assert result.returncode == 2
     assert result.stderr == "This command needs torch: pip install 'flashtile[torch]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "H100"], "there is no problem to warm"),
+        (["--device", "cpu", "attention(q=1x8x1x8,kv=8x1x8,fp16)"], "device is the CPU"),
+        (["--device", "H100", "--suite", "nobody"], "suite is 'nobody'"),
+        (["--device", "H100", "attention(q=1x8x1x8)"], "attention(q=1x8x1x8)"),
+    ],
+)
+def test_warm_refuses_what_has_nothing_to_compile(arguments: list[str], said: str) -> None:
+    result = call("warm", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output

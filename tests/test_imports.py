@@ -274,3 +274,29 @@ def test_an_op_of_plain_tensors_imports_nothing_of_dtensors() -> None:
     """Which takes a tenth of a second."""
     code = "import sys, torch; from flashtile import ops; ops.layer_norm(torch.randn(4, 16), torch.ones(16))"
     assert fresh(f"{code}; print('torch.distributed.tensor' in sys.modules)").strip() == "False"
+
+
+def test_attention_loads_no_sympy() -> None:
+    """PyTorch loads it for sizes that are symbols; with it the first call of a process took 0.46 s of a core longer."""
+    pytest.importorskip("torch")
+    fresh("""
+import sys, torch, flashtile
+q = torch.zeros(1, 8, 1, 8, requires_grad=True)
+flashtile.attention(q, q, q).sum().backward()
+assert "sympy" not in sys.modules
+""")
+
+
+def test_triton_digests_itself_once_in_a_thread() -> None:
+    """`digest_ahead` begins what the first look for a kernel on disk waits for."""
+    pytest.importorskip("triton")
+    fresh("""
+from triton.runtime.cache import triton_key
+from flashtile.triton_glue import language
+for _ in range(2):
+    language.digest_ahead()
+with language.compiling("cuda"):
+    assert triton_key.cache_info().currsize == 1
+triton_key()
+assert triton_key.cache_info().misses == 1
+""")

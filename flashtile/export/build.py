@@ -50,7 +50,7 @@ def build(found: Sequence[Found], workers: int, report: Callable[[str], None]) -
         used.append([])
         for call in path.steps.calls:
             special = specialise(call, buffers)
-            key = _key(call, special, device)
+            key = key_of(call, special, device)
             jobs.setdefault(key, (call, special, device))
             used[-1].append((key, special))
     numbers = {key: i for i, key in enumerate(jobs)}
@@ -65,7 +65,7 @@ def build(found: Sequence[Found], workers: int, report: Callable[[str], None]) -
     ]
 
 
-def _key(call: KernelCall, special: Specialisation, device: Device) -> Any:
+def key_of(call: KernelCall, special: Specialisation, device: Device) -> Any:
     constants = tuple((path, getattr(v, "cache_key", None) or repr(v)) for path, v in special.constants.items())
     return device.arch, call.kernel, repr(special.signature), constants, repr(special.divisible), repr(call.options)
 

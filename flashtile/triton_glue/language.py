@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from inspect import getclosurevars
-from threading import Lock, RLock
+from threading import Lock, RLock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +97,25 @@ def _release(tool: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in tool.version.split("."))
 
 
+_DIGESTING: list[Thread] = []
+
+
+@cache
+def digest_ahead() -> None:
+    """Begin, in a thread, what Triton does first when it looks for a kernel on disk: it reads and hashes all of its own files.
+
+    That takes a third of a second, without Python's lock, in which others import and plan. `compiling` waits for it.
+    """
+    if INTERPRETED or VERSION is None:
+        return
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # a release that calls it otherwise digests where it looks
+        return
+    _DIGESTING.append(Thread(target=triton_key, name="flashtile-digest", daemon=True))
+    _DIGESTING[0].start()
+
+
 def compiling(kind: str) -> Any:
     """A context in which Triton compiles for GPUs of this kind ("cuda", "hip") with `assembler`; one thread at a time.
 
@@ -169,6 +188,8 @@ def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
 
 @contextmanager
 def _compiling(ptxas: str | None) -> Generator[None]:
+    for thread in _DIGESTING:
+        thread.join()
     with _COMPILING, _uncollected(), knobs.compilation.scope(), _assembling(ptxas) if ptxas else nullcontext():
         if "TRITON_DISABLE_LINE_INFO" not in os.environ:
             knobs.compilation.disable_line_info = True  # a first call takes 3 to 6 % less, a binary a quarter
@@ -202,6 +223,6 @@ def _assembling(ptxas: str) -> Generator[None]:
 
 
 __all__ = [
-    "INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "assembler", "compiling", "constexpr", "jit", "shared",
-    "side_by_side", "tile_layout", "tl",
+    "INTERPRETED", "PLAIN_INTEGERS", "VERSION", "JitTuple", "assembler", "compiling", "constexpr", "digest_ahead", "jit",
+    "shared", "side_by_side", "tile_layout", "tl",
 ]  # fmt: skip

@@ -92,3 +92,14 @@ def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> Non
     assert every == [["out", "lse"]] + 3 * [["out", "lse"], ["dq", "dk", "dv"]]
     assert one[:2] == 2 * [["out", "lse"]]
     assert all("dk" in outputs for outputs in one[2::2])
+
+
+@on_cpu
+@compiler
+def test_calls_find_on_disk_what_warm_compiled(tmp_path: Path) -> None:
+    *counts, found = printed(tmp_path, "warmed")
+    expected = (1, 1, 0), (4, 3, 1), (4, 0, 4)  # a forward, both, both again
+    assert counts == [f"{all_} kernels, {now} compiled now, {before} on disk before" for all_, now, before in expected]
+    assert sorted(ast.literal_eval(found)) == [
+        (name, True) for name in ("attention_backward", "attention_dq", "attention_forward", "attention_rows")
+    ]

@@ -17,6 +17,7 @@ from flashtile.problem.options import Options
 from flashtile.torch.execute.bound import Bound, device_of
 from flashtile.torch.execute.packing import APART, PackedGradient, Packing
 from flashtile.torch.execute.replay import HostReplay, Replay, addresses_of
+from flashtile.triton_glue import language as _triton
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,6 +30,8 @@ class PreparedCall:
         self.names = tuple(b.name for b in input_buffers(problem)[3:])  # besides q, k, v
         self.place = device_of(device)
         self.on_gpu = self.place.kind != "cpu"
+        if self.on_gpu:
+            _triton.digest_ahead()
         self.plan = dispatch.plan_forward(problem, self.place, options.backend)
         if options.backward != "auto":  # asked for by name: refused even where no gradient is wanted
             dispatch.select(problem, self.place, options.backend, options.backward)

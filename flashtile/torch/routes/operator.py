@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.memory import Memory
@@ -217,13 +216,23 @@ def dense_strides(shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
     """Of a dense tensor with its axes in the order of `like`, but the last innermost. Sizes may be symbolic."""
     order = list(range(like.dim() - 1))
     if 0 not in like.stride():
-        order.sort(key=lambda axis: (bool(guard_or_true(like.shape[axis] != 1)), -like.stride(axis), axis))
+        order.sort(key=lambda axis: (_is_wide(like.shape[axis]), -like.stride(axis), axis))
     strides: list[Any] = [1] * like.dim()
     step: Any = shape[-1]
     for axis in reversed(order):
         strides[axis] = step
         step = step * torch.sym_max(shape[axis], 1)
     return tuple(strides)
+
+
+def _is_wide(size: Any) -> bool:
+    """Whether an axis has more places than one, or may have."""
+    wide = size != 1
+    if isinstance(wide, bool):
+        return wide
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # it loads sympy, which takes as long as all of ours
+
+    return bool(guard_or_true(wide))
 
 
 def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
