@@ -171,6 +171,11 @@ class Narrow:
         """float64."""
         return False
 
+    @property
+    def finds_entropy(self) -> bool:
+        """A row's state has more where it is true."""
+        return False
+
 
 @dataclass(frozen=True)
 class ForwardTile(Narrow):
