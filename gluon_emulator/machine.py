@@ -253,6 +253,8 @@ class NamedBarrier:
 class Memory:
     """A tile in shared memory, or a view of one."""
 
+    layout = None
+
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 

@@ -242,7 +242,8 @@ def compile_row(job: Job) -> Row:
     constants = dict(call.constants)
     tile = constants.get("T")
     name = call.kernel.fn.__name__
-    text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if hasattr(tile, "block_q") else ""
+    keys = tile and getattr(tile, "block_k", None)  # passes without scores have none
+    text = f"{tile.block_q}x{keys} warps={call.num_warps} stages={call.num_stages}" if tile and keys else ""
     row = Row(job.backend, job.target, job.problem, job.variant, name, text)
     try:
         compiled, used = compile_and_read(call, plan, device)
