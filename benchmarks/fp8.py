@@ -277,7 +277,8 @@ def tiles(record: Record, told: argparse.Namespace, device: torch.device) -> Non
                         bound = Bound(TRITON.forward(p, place, {"forward": launch}), dict(given), device)
                         bound.run(dict(given))
                         runs[launch.spell()] = lambda bound=bound, given=given: bound.run(dict(given))
-                for launch in (choose_forward(p, place), *HOPPER_CANDIDATES) if fp8 and place.arch == 90 else ():
+                able = fp8 and not HOPPER.unsupported(p, place)
+                for launch in (choose_forward(p, place), *HOPPER_CANDIDATES) if able else ():
                     if f"hopper {launch.spell()}" in runs or forward_shared_bytes(p, launch) > place.smem_bytes:
                         continue
                     with record.attempt(**row, tile=launch.spell()):

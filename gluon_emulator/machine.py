@@ -253,6 +253,8 @@ class NamedBarrier:
 class Memory:
     """A tile in shared memory, or a view of one."""
 
+    layout = None
+
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
@@ -418,7 +420,7 @@ class Product:
             assert torch.equal(_bits(operand), before), "an operand changed while its product was under way"
         a, b = (x.tensor if isinstance(x, Memory) else x for x in self.operands)
         start = self.start.value if isinstance(self.start, Product) else self.start
-        if a.dtype.itemsize == 1:
+        if a.element_size() == 1:
             self.result = _cut_off_sums(a.double(), b.double(), start)
             return
         self.result = (a.double() @ b.double()).float()  # on every CPU the same
@@ -448,4 +450,4 @@ def _cut_off_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None) 
 def _bits(operand: Memory | torch.Tensor) -> torch.Tensor:
     """An operand as integers, which compare where NaN does not."""
     tensor = operand.tensor if isinstance(operand, Memory) else operand
-    return tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.uint8)
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)

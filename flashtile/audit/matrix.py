@@ -141,8 +141,23 @@ def problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,where=prefix(2:int32)|dilated(3)&within(64;0),blocks=64x64)"
     yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32x3,where={documents},blocks=128x128)"
     yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,where=stored(1;0;1;1;2x1x2048x2048:bool))"
+    yield from stored_problems()
     for rest in (f"where={documents},blocks=128x128", "band=:0,score=softcap(30.0)+alibi(2x8:fp32:grad),dropout=0.1"):
         yield f"attention(q=2x2048x8x64,kv=2048x2x64,fp32,tf32,{rest})"
+
+
+def stored_problems() -> Iterator[str]:
+    """Those of 8 bits, under 16-bit products and e4m3's."""
+    for head_dim in (64, 128, 256):
+        for rest in ("", "band=:0,", "band=1000:0,varlen=9000x9000,"):
+            batch, total = (9, 2048) if "varlen" in rest else (2, 2048)
+            sizes = f"q={batch}x{total}x8x{head_dim},kv={total}x2x{head_dim},bf16"
+            yield f"attention({sizes},{rest}stored=e4m3:head:head:head)"
+            yield f"attention({sizes},{rest}stored=e4m3:head:head)"
+        capped = f"q=2x2048x8x{head_dim},kv=2048x2x{head_dim},bf16,band=:0,sink=8:fp32,score=softcap(30.0)"
+        yield f"attention({capped},stored=e4m3:head:head:head)"
+    yield "attention(q=2x2048x8x64,kv=2048x2x64,fp16,stored=e5m2:token:token)"
+    yield "attention(q=2x2048x8x64,kv=2048x2x64,bf16,stored=int8:head:token)"
 
 
 def small_problems() -> Iterator[str]:
@@ -227,7 +242,8 @@ def compile_row(job: Job) -> Row:
     constants = dict(call.constants)
     tile = constants.get("T")
     name = call.kernel.fn.__name__
-    text = f"{tile.block_q}x{tile.block_k} warps={call.num_warps} stages={call.num_stages}" if tile else ""
+    keys = tile and getattr(tile, "block_k", None)  # passes without scores have none
+    text = f"{tile.block_q}x{keys} warps={call.num_warps} stages={call.num_stages}" if tile and keys else ""
     row = Row(job.backend, job.target, job.problem, job.variant, name, text)
     try:
         compiled, used = compile_and_read(call, plan, device)

@@ -43,7 +43,7 @@ for argument in sys.argv[1:]:
         {
             "length": len(loop.opcodes),
             "spills": loop.spills,
-            "products": loop.count("HGMMA"),
+            "products": loop.count("HGMMA") + loop.count("QGMMA"),
             "exponentials": loop.places("MUFU.EX2"),
             "curves": loop.places("MUFU.TANH"),
             "waits": loop.places("WARPGROUP.DEPBAR"),
@@ -56,6 +56,8 @@ for argument in sys.argv[1:]:
             "skips": loop.skips,
             "maxima": loop.places("FMNMX"),
             "multiplications": loop.places("FMUL"),
+            "permutes": loop.places("PRMT"),
+            "stores": loop.places("STG") + loop.places("UTMASTG"),
         }
         for loop in matrix_loops(sass)
     ]

@@ -163,7 +163,9 @@ def quantised_by_kernel(
     key = (x.device, x.dtype, items, *((name, t.shape, t.stride(), t.data_ptr() & 15) for name, t in tensors.items()))
     bound = _QUANTIZED.get(key)
     if bound is None:
-        problem = QuantizeProblem(*x.shape, DTYPES[x.dtype].value, items, "item" in tensors, mean is not None)
+        slabs, span, heads, head_dim = x.shape
+        dtype = DTYPES[x.dtype].value
+        problem = QuantizeProblem(slabs, span, heads, head_dim, dtype, items, "item" in tensors, mean is not None)
         bound = _QUANTIZED[key] = Bound(plan_quantize(problem, device), tensors, x.device)
     made = bound.run(tensors)
     return made["y"].view(torch.float8_e4m3fn), made["scale"]

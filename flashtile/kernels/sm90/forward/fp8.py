@@ -34,17 +34,17 @@ def values_scale(region, at, group, T: gl.constexpr):
 
 
 @gluon.jit
-def in_e4m3(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile of bytes as a matrix operand."""
-    return recast(tile, gl.float8e4nv, [ROWS, COLUMNS], LAYOUT)
+def in_e4m3(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile of bytes as a matrix operand, which lies as they do."""
+    rows = tile.reshape([ROWS, COLUMNS])
+    return recast(rows, gl.float8e4nv, [ROWS, COLUMNS], rows.layout)
 
 
 @gluon.jit
 def multiply_stored(q, k, ROWS: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr):
     """Queries times a key tile, tiles of bytes, under way."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float8e4nv)
     start = gl.zeros([ROWS, KEYS], gl.float32, stored_layout(KEYS))  # pyright: ignore[reportCallIssue]
-    rows, columns = in_e4m3(q, ROWS, COLUMNS, LAYOUT), in_e4m3(k, KEYS, COLUMNS, LAYOUT)
+    rows, columns = in_e4m3(q, ROWS, COLUMNS), in_e4m3(k, KEYS, COLUMNS)
     return warpgroup_mma(rows, columns.permute((1, 0)), start, use_acc=False, is_async=True)
 
 
@@ -88,12 +88,11 @@ def add_stored(rows, mem, use, T: gl.constexpr):
     KEYS: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
     PARTS_V: gl.constexpr = T.parts_v
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, KEYS], gl.float8e4nv)
     decay = gl.convert_layout(rows.decay, row_layout(COLUMNS))[:, None]
     weights, made = as_operand(rows.weights, COLUMNS), ()
     mem.values.wait(use)
     for part in gl.static_range(PARTS_V):
-        v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS, LAYOUT)
+        v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS)
         start = gl.zeros([ROWS, COLUMNS], gl.float32, stored_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         product = warpgroup_mma(weights, v.permute((1, 0)), start, use_acc=False, is_async=True)
         product = plain(warpgroup_mma_wait(0, deps=[product]))
