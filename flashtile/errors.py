@@ -55,6 +55,7 @@ _OTHERS = {
     "return_attn_probs": ("return_lse", "return_lse; probabilities are not kept"),
     "deterministic": ("options", "options=Options(deterministic=True)"),
     "backend": ("options", "options=Options(backend=..)"),
+    "precision": ("options", 'options=Options(precision="ieee")'),
     "cache_seqlens": ("seqused_k", "seqused_k"),
     "cu_seqlens_q": ("seqused_q", "attention_varlen"),
     "query": ("q", "q"), "key": ("k", "k"), "value": ("v", "v"),

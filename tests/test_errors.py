@@ -111,7 +111,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "v-dtype": ({"v": tensor(2, 8, 2, 16, dtype=torch.bfloat16)}, "v is torch.bfloat16 and q is torch.float16"),
     "q-sparse": ({"q": sparse(2, 6, 4, 16)}, "q has layout torch.sparse_coo; it must be strided"),
     "v-sparse": ({"v": sparse(2, 8, 2, 16)}, "v has layout torch.sparse_coo; it must be strided"),
-    "q-nested": ({"q": nested(6, 5)}, "q is a nested tensor; it must be a dense one"),
+    "q-nested": ({"q": nested(6, 5)}, "q is a nested tensor; it must be a dense one, or a nested one of layout torch.jagged"),
     "k-jagged": ({"k": nested(8, 7, layout=torch.jagged)}, "k has layout torch.jagged; it must be strided"),
     "v-negated": ({"v": torch._neg_view(tensor(2, 8, 2, 16))}, "v is a negated view; it must be a tensor of its own"),
     "slopes-negated": ({"score": (Alibi(torch._neg_view(torch.ones(4))),)}, "alibi's tensor is a negated view; it must be"),

@@ -56,6 +56,8 @@ API: dict[str, tuple[str, tuple[Part, ...]]] = {
         Part("PyTorch's SDPA", "flashtile.integrations.sdpa", ("register",)),
         Part("ONNX", "flashtile.integrations.onnx", ("translations",)),
         Part("vLLM", "flashtile.integrations.vllm", ("register",)),
+        Part("torchtitan", "flashtile.integrations.torchtitan", ("kernel",)),
+        Part("Megatron-LM", "flashtile.integrations.megatron", ("DotProductAttention",)),
     )),
 }  # fmt: skip
 MEMBERS = {

@@ -211,6 +211,7 @@ THEIRS = {
     "window_size": "window=(left, right)", "enable_gqa": "k and v may have fewer heads", "alibi_slopes": "score=Alibi(slopes)",
     "softcap": "score=Softcap(cap)", "key_padding_mask": "mask=KeyPadding(keep)", "return_attn_probs": "return_lse",
     "deterministic": "options=Options(deterministic=True)", "attn_bias": "score=Bias(", "casual": "causal", "scales": "scale",
+    "precision": "options=Options(precision=",
 }  # fmt: skip
 
 

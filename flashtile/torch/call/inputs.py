@@ -90,7 +90,7 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None, stored: bool = Fa
         if tensor.layout is not torch.strided:
             raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
         if tensor.is_nested:
-            raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one.")
+            raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one, or a nested one of layout torch.jagged.")
         if not torch.compiler.is_compiling() and tensor.is_neg():  # its memory holds the numbers before the negation
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if tensor.dim() != 4:
