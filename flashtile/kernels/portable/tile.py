@@ -95,6 +95,7 @@ class Tile:
     native: bool = False  # Triton makes fp16 of what is stored well on this GPU
     fp8: bool = False  # q is stored too, and all are multiplied so
     centers: bool = False  # a forward that takes what values average to off them, and adds it to out (`centers_values`)
+    statistics: str = ""  # a forward that keeps rows' "peak", "entropy" or both
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
 
     @property
@@ -137,6 +138,10 @@ class Tile:
     def bends(self) -> bool:
         """Scores have tangents."""
         return self.moves not in ("", "v")
+
+    @property
+    def finds_entropy(self) -> bool:
+        return "entropy" in self.statistics
 
     @property
     def has_dout(self) -> bool:
