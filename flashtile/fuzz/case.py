@@ -23,8 +23,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": tuple(EPS),
     "where": (
         "", "document", "holes", "prefix", "dilated", "top-left", "bands", "stored", "stored-heads", "stored-keys",
-        "holes-documents", "table", "padded-document",
+        "holes-documents", "table", "padded-document", "tree",
     ),
+    "eight": ("", "e4m3", "e5m2", "int8"),
     "items": ("", "varlen", "self"),
     "used": ("", "q", "k", "qk"),
     "layout": ("bshd", "bhsd", "gaps", "packed", "kvpacked", "shared", "odd"),
@@ -48,7 +49,8 @@ class Case:
     gradient. wants: which of q, k, v have one. layout: how tensors lie in memory. upstream: which outputs a gradient arrives
     at; alone: out, of a call that returns no lse; none: forward alone. dirty: NaN in whatever nobody may look at. again: the
     call is made twice, and the second one judged too, from kept memory. tile: PASS:QxKxWARPSxSTAGES[xHELD];... in the place of
-    the chosen ones. data: what q, k, v and the bias hold (make.py).
+    the chosen ones. eight: what k and v are stored as, with scales, of a forward alone. data: what q, k, v and the bias hold
+    (make.py).
     """
 
     batch: int = 1
@@ -78,6 +80,7 @@ class Case:
     deterministic: bool = False
     precision: str = "tf32x3"
     delta: str = "rounded"
+    eight: str = ""
     backend: str = ""
     tile: str = ""
     data: str = "normal"
@@ -142,6 +145,8 @@ class Case:
             )
         if self.items == "self" and self.seqlen_q != self.seqlen_k:
             raise InvalidProblem("case has items=self and seqlen_q other than seqlen_k; they must be equal.")
+        if self.eight and (self.dtype == "fp32" or self.upstream != "none" or "packed" in self.layout or self.holes):
+            raise InvalidProblem("case has eight beside fp32, gradients, holes or packed tensors, which 8 bits have none of.")
         if self.layout == "packed" and (
             (self.seqlen_q, self.head_dim) != (self.seqlen_k, self.head_dim_v)
             or self.items == "varlen"

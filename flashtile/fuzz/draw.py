@@ -34,6 +34,7 @@ BANDS: Weighted[str] = {
 WHERES: Weighted[str] = {
     "": 7, "document": 1.2, "holes": 1.5, "prefix": 0.8, "dilated": 0.5, "top-left": 0.5, "bands": 0.4, "stored": 0.5,
     "stored-heads": 0.4, "stored-keys": 0.3, "holes-documents": 0.5, "table": 0.4, "padded-document": 0.3,
+    "tree": 0.3,
 }  # fmt: skip
 SCORES: Weighted[str] = {
     "": 7, "softcap2": 0.6, "softcap30": 0.8, "alibi": 0.8, "alibi-items": 0.4, "relative": 0.4, "bias": 1.5, "bias-heads": 0.8,
@@ -140,6 +141,8 @@ def _variant(dice: random.Random, number: str, backend: str, means: Means) -> Va
         template = replace(template, fixed="score+sink")
     if hopper:
         template = _for_hopper(template, dice)
+    elif dtype != "fp32":
+        template = _stored(template, random.Random(f"{number}-{backend}-eight"))
     if layout in ("packed", "kvpacked") and template.wants != "qkv":
         template = replace(template, wants="qkv")
     grain = dice.choice((16, 1))
@@ -159,6 +162,15 @@ def _for_hopper(case: Case, dice: random.Random) -> Case:
     fixed = [name for name, keeps in (("score", stored), ("sink", dice.random() < 0.2)) if not keeps]
     delta = case.delta if dice.random() < 0.1 else "rounded"
     return replace(case, sink=sink, fixed="+".join(fixed), score_dtype=case.dtype if stored else case.score_dtype, delta=delta)
+
+
+def _stored(case: Case, dice: random.Random) -> Case:
+    """The template, now and then of keys and values of 8 bits."""
+    if dice.random() > 0.1 or "packed" in case.layout:
+        return case
+    return replace(
+        case, eight=dice.choice(("e4m3", "e5m2", "int8")), upstream="none", holes=False, delta="rounded", backward="auto"
+    )
 
 
 def draw(given: Variant, number: int) -> Case:
@@ -217,9 +229,9 @@ def with_data(case: Case, dice: random.Random) -> Case:
     kinds: Weighted[str] = {"normal": 6, "peaked": 0.8, "equal": 0.2, "mean": 0.2, "channel": 0.2}
     if case.precision == "tf32":  # whose errors plain PyTorch shows on some GPUs alone
         kinds = {"normal": 6, "equal": 0.2}
-    elif not modifiers and not case.sink:
+    elif not modifiers and not case.sink and not case.eight:
         kinds["huge"] = 0.6
-    if biased and not case.sink:
+    if biased and not (case.sink or case.eight):
         values = {"-1e9": 1, "1e9": 1, "lowest": 0.6}
         if len(modifiers) == 1:
             values |= {"-1e4": 1, "-1e6": 1, "1e6": 1}
@@ -228,7 +240,10 @@ def with_data(case: Case, dice: random.Random) -> Case:
         ):  # fmt: skip
             kinds |= {f"offset:{value}": weight / 2 for value, weight in values.items()}
     if modifiers and "k" in BIASES.get(modifiers[-1], ""):
-        kinds |= {"masked:-inf": 0.5, "masked:lowest": 0.4, "masked:-1e9": 0.4}
+        kinds |= {"masked:-inf": 0.5}
+        # a row that is masked all over is its other modifiers in float64, and nothing in float32 (`formula.level`)
+        if (case.dtype != "fp32" and not case.eight) or all(name.startswith("softcap") for name in modifiers[:-1]):
+            kinds |= {"masked:lowest": 0.4, "masked:-1e9": 0.4}
         if case.dtype != "fp32":  # which sees what float32 rounds in rows that are -1e4 everywhere
             kinds["masked:-1e4"] = 0.3
     kind = pick(dice, kinds)
@@ -265,7 +280,12 @@ def cases(given: Variant, device: Device | None) -> list[Case]:
     """All cases of a variant; with `device`, now and then of other tiles."""
     made = [draw(given, number) for number in range(given.means.cases)]
     key = f"{given.number}-tiles"
-    if device is None or given.template.backend in ("cpu", "hopper") or random.Random(key).random() >= given.means.tiles:
+    if (
+        device is None
+        or given.template.backend in ("cpu", "hopper")
+        or given.template.eight
+        or random.Random(key).random() >= given.means.tiles
+    ):
         return made
     place = device if device.kind != "cpu" else H100
     return [with_tiles(case, place, key) for case in made]

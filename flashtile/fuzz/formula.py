@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.fuzz.case import BIASES
-from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, as_held, offset_of
+from flashtile.fuzz.case import BIASES, Case
+from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, as_held, offset_of, scale_of
 from flashtile.torch.call.dropout import dropout_mask
 
 
@@ -96,6 +96,11 @@ class Scene:
             keep = keep & w["keep"][:, None, None, : keys.shape[1]]
         if c.where == "dilated":
             keep = keep & ((self.position - keys) % STEP == 0)
+        if c.where == "tree":
+            node = keys - (self.position - rows)  # of the item's last keys, which are its nodes
+            upward = ancestors(w["parents"])[:, : len(rows)]
+            here = node.clamp(0, upward.shape[2] - 1).expand(-1, -1, len(rows), -1)[:, 0]
+            keep = keep & ((node < 0) | upward.gather(2, here)[:, None])
         if c.where == "top-left":
             keep = keep & (keys <= rows)
         if c.where == "bands":
@@ -127,6 +132,17 @@ class Scene:
         return bias[:, :, : rows if bias.shape[2] > 1 else None, : keys if bias.shape[3] > 1 else None]
 
 
+def ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """(items, nodes, nodes): row i is true at i and at all that it descends from; a parent comes before its child."""
+    items, nodes = parents.shape
+    made = torch.zeros((items, nodes + 1, nodes), dtype=torch.bool, device=parents.device)  # the last row: that of no parent
+    index = torch.arange(items, device=parents.device)
+    for node in range(nodes):
+        made[:, node] = made[index, parents[:, node].long()]
+        made[:, node, node] = True
+    return made[:, :nodes]
+
+
 def soil(inputs: Inputs, scene: Scene) -> None:
     """NaN wherever nobody may look: padding, and keys that no query sees."""
     c = inputs.case
@@ -151,13 +167,13 @@ def soil(inputs: Inputs, scene: Scene) -> None:
 
 
 def level(inputs: Inputs, scene: Scene) -> None:
-    """Queries of zeros in float32 rows that see nothing but keys with a large negative bias.
+    """Queries of zeros in float32 rows, and beside 8 bits, that see nothing but keys with a large negative bias.
 
-    Some rows of float32 inputs are computed in float64, where scores differ beside such a number, others in float32, where
+    Some rows of these are computed in float64, where scores differ beside such a number, others in float32, where
     they do not: both are right, and of such queries the same.
     """
     c = inputs.case
-    if c.kind != "masked" or c.dtype != "fp32" or c.value == -math.inf:
+    if c.kind != "masked" or (c.dtype != "fp32" and not c.eight) or c.value == -math.inf:
         return
     bias = scene.cut(inputs.leaves[f"score.{len(c.modifiers) - 1}"])
     spared = (scene.keep & (bias != as_held(c))).any(3).transpose(1, 2)
@@ -180,7 +196,10 @@ def evaluate(
               for n, t in inputs.leaves.items()}  # fmt: skip
     wide = torch.float32 if c.kind in ("huge", "masked") and not truth else dtype  # whose scores fp16 cannot hold
     q = s.queries.take(leaves["q"]).transpose(1, 2).masked_fill(~s.sees[..., None], 0.0)
-    k, v = (s.keys.take(leaves[n]).transpose(1, 2).repeat_interleave(c.heads_q // c.heads_kv, 1) for n in "kv")
+    k, v = (s.keys.take(leaves[n]).transpose(1, 2) for n in "kv")
+    if c.eight:
+        k, v = (times(t, scale_of(c, n, s.device), c) for n, t in (("k", k), ("v", v)))
+    k, v = (t.repeat_interleave(c.heads_q // c.heads_kv, 1) for t in (k, v))
     k, v = k.masked_fill(~s.seen[..., None], 0.0), v.masked_fill(~s.seen[..., None], 0.0)
     scores = q.to(wide) @ k.to(wide).transpose(2, 3) * c.scale_value
     lost = None
@@ -235,6 +254,14 @@ def evaluate(
         for name, gradient in zip(names, given, strict=True):
             made[f"d{name}"] = torch.zeros_like(leaves[name]) if gradient is None else gradient
     return made, lost
+
+
+def times(numbers: torch.Tensor, scale: torch.Tensor | None, c: Case) -> torch.Tensor:
+    """(items, heads_kv, keys, columns) of 8 bits times their scale, in their own dtype."""
+    if scale is None:
+        return numbers
+    wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    return (numbers.to(wide) * scale.to(wide).expand(c.batch, c.heads_kv)[:, :, None, None]).to(numbers.dtype)
 
 
 def softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

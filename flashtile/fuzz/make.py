@@ -18,6 +18,7 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.stored import Stored
 from flashtile.features.masks.top_left import TopLeft
+from flashtile.features.masks.tree import Tree
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
@@ -35,6 +36,8 @@ TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 POOL = 4_194_301  # normal numbers that all cases take theirs from; a prime, so that no two axes repeat alike
 MARGIN = 256  # elements of NaN before and behind every input
 LARGE = 1e8  # offsets from here on leave nothing of an ordinary score in float32
+STORED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+OF_INT8 = 30.0  # numbers of about 1 in int8, whose scales are about 1 / 30
 HUGE = 2.0**9  # of q and k, whose scores are then up to 10^6
 
 
@@ -98,6 +101,8 @@ def build(case: Case, device: torch.device) -> Inputs:
     values = {name: normal(shape, f"{c.seed}-{name}", device) for name, shape in shapes.items()}
     _stress(c, values)
     values = {name: value.to(TORCH[c.dtype]) for name, value in values.items()}
+    if c.eight:  # numbers that 8 bits hold
+        values |= {n: stored(c, values[n] * (OF_INT8 if c.eight == "int8" else 1.0)).to(TORCH[c.dtype]) for n in "kv"}
     if c.layout == "shared" and not c.items and c.batch:
         values |= {n: values[n][:1].expand(values[n].shape) for n in "kv"}
     made.flows["dout"] = lay(
@@ -130,6 +135,23 @@ def build(case: Case, device: torch.device) -> Inputs:
             made.leaves[f"score.{i}"] = _captured(c, i, name, shape, device)
     made.where |= where_of(c, device)
     return made
+
+
+def stored(c: Case, numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers in 8 bits; NaN is the largest of int8."""
+    if c.eight == "int8":
+        numbers = numbers.nan_to_num(127.0).round().clamp(-127, 127)
+    return numbers.to(STORED[c.eight])
+
+
+def scale_of(c: Case, side: str, device: torch.device) -> torch.Tensor | None:
+    """What the stored numbers of k or v are multiplied by: float32 (), (heads_kv,) or (batch, heads_kv); None is 1."""
+    dice = random.Random(f"{c.seed}-{side}-scale")
+    shape = dice.choice((None, (), (c.heads_kv,), (c.batch, c.heads_kv)))
+    if c.eight == "int8" and shape is None:
+        shape = ()
+    unit = 1.0 / OF_INT8 if c.eight == "int8" else 1.0
+    return None if shape is None else normal(shape, f"{c.seed}-{side}-scale", device).abs().add(0.5).mul(unit)
 
 
 def _stress(c: Case, values: Tensors) -> None:
@@ -251,6 +273,10 @@ def where_of(c: Case, device: torch.device) -> Tensors:
     if c.where.startswith("stored"):
         heads, rows = {"stored": (1, c.seqlen_q), "stored-heads": (c.heads_q, c.seqlen_q), "stored-keys": (1, 1)}[c.where]
         made["stored"] = chance((c.batch, heads, rows, c.seqlen_k), 0.6, f"{c.seed}-stored", device)
+    if c.where == "tree":
+        dice = random.Random(f"{c.seed}-tree")
+        parents = [[dice.choice((row - 1, dice.randint(-1, row - 1))) for row in range(spans["q"])] for _ in range(c.batch)]
+        made["parents"] = torch.tensor(parents, dtype=torch.int32, device=device).view(c.batch, spans["q"])
     if c.where == "table":
         rows, columns = c.block_size
         shape = (c.batch, c.heads_q, -(-c.seqlen_q // rows), -(-c.seqlen_k // columns))
@@ -277,6 +303,7 @@ def mask_of(inputs: Inputs) -> Any:
         "dilated": lambda: Dilated(STEP),
         "top-left": lambda: TopLeft(),
         "bands": lambda: BANDS[0] | BANDS[1],
+        "tree": lambda: Tree(w["parents"]),
         "holes-documents": lambda: KeyPadding(w["keep"]) & (Document(w["ids_q"], w["ids_k"]) | Prefix(w["prefix"])),
     }
     mask = Stored(w["stored"]) if "stored" in w else made[c.where]()
@@ -330,6 +357,10 @@ def call(inputs: Inputs, backend: str = "") -> tuple[torch.Tensor, torch.Tensor 
     leaves = {n: t.detach().requires_grad_(n in inputs.wanted) for n, t in inputs.leaves.items()}
     asked = arguments(inputs, leaves, backend)
     lengths = lengths_of(inputs)
+    if c.eight:
+        leaves |= {n: stored(c, leaves[n]) for n in "kv"}
+        scales = {f"{n}_scale": scale_of(c, n, inputs.device) for n in "kv"}
+        asked |= {name: scale for name, scale in scales.items() if scale is not None}
     if c.layout == "packed":
         qkv = inputs.whole["qkv"].detach().requires_grad_(bool(inputs.wanted))
         given = {name.removesuffix("_q"): t for name, t in lengths.items() if name.endswith("_q")}

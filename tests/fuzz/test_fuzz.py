@@ -60,6 +60,7 @@ def test_a_case_is_its_line() -> None:
         ("q=1x2x2x8 kv=3x2x8 fp32 score=cubes", "cubes"),
         ("q=1x2x2x8 kv=3x2x8 fp32 items=self", "seqlen_q"),
         ("q=1x2x2x8 kv=3x2x8 fp32 data=offset:1e9", "bias"),
+        ("q=1x2x2x8 kv=3x2x8 bf16 eight=int8", "eight"),
     ],
 )
 def test_a_line_that_is_no_case_is_refused(line: str, said: str) -> None:
@@ -102,6 +103,7 @@ def test_the_formula_is_the_reference() -> None:
     for case in drawn(range(250), each=1):
         if case.kind in ("offset", "masked", "huge"):  # whose scores float32 rounds, or whose -inf is a mask
             case = replace(case, data="normal")
+        case = replace(case, eight="")  # whose scales are part of the call
         inputs = build(case, CPU)
         scene = Scene(inputs)
         if case.dirty:
@@ -119,6 +121,20 @@ def test_what_is_drawn_is_right_on_the_cpu() -> None:
     status = [check(case, CPU).status for case in drawn(range(40)) if case.kind in ("normal", "peaked", "masked")]
     assert set(status) <= {"right", "close"}, status
     assert status.count("right") > 50
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "q=2x9x4x16 kv=21x2x24 bf16 eight=int8 upstream=none backend=cpu dirty seed=2",
+        "q=3x30x2x16 kv=41x2x16 fp16 items=varlen where=tree eight=e4m3 upstream=none backend=cpu seed=3",
+    ],
+)
+def test_8_bits_are_numbers_times_their_scales(line: str) -> None:
+    case = Case.parse(line)
+    assert check(case, CPU).status == "right"
+    without = lambda inputs, backend: call(replace(inputs, case=replace(case, eight="")), backend)  # noqa: E731
+    assert check(case, CPU, function=without).status == "wrong"
 
 
 def test_a_formula_beside_a_large_offset_is_finite_and_shifted() -> None:

@@ -77,3 +77,47 @@ def test_slopes_do_not_feel_what_delta_is_off_by(backend: str, variant: str, dty
     result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
     error = measure("dscore.0", case, result["dscore.0"], truth["dscore.0"], plain["dscore.0"])
     assert error.largest <= 0.1 * error.plain_largest
+
+
+# Cut (both sides 1,024 or more) and aligned parts; a sink, whose value is 0; keys that begin and end with a tile's own.
+CENTERED = [
+    Case("mean-aligned", heads_q=2, heads_kv=1, seqlen_q=40, seqlen_k=140),
+    Case("mean-window-sink", seqlen_q=40, seqlen_k=140, window=(20, 9), sink="fp32"),
+    Case("mean-cut", heads_q=1, heads_kv=1, seqlen_q=20, seqlen_k=140),
+]
+
+
+@pytest.mark.parametrize("case", CENTERED, ids=[case.name for case in CENTERED])
+@pytest.mark.parametrize(("backend", "variant"), [("triton", "fused")])
+def test_a_large_mean_of_values_rounds_neither_out_nor_what_is_made_of_it(
+    case: Case, backend: str, variant: str, place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of values of 64 has roundings of its size; out and delta, which is made of it, need not have them."""
+    monkeypatch.setattr(
+        "flashtile.kernels.portable.choose.products", lambda *_: "cut" if case.name == "mean-cut" else "aligned"
+    )
+    case = replace(case, batch=1, head_dim=16, head_dim_v=16, dtype="fp32", upstream="out")
+    case = replace(case, backward=variant)  # pyright: ignore[reportArgumentType]
+    tensors = case.tensors(place)
+    tensors["v"].data += 64.0
+    result, (truth, plain) = run(backend, case, tensors), expected(case, tensors)
+    judge(case, result, truth, plain)
+    errors = {name: measure(name, case, result[name], truth[name], plain[name]) for name in ("out", "dq")}
+    assert errors["out"].largest <= 0.5 * errors["out"].plain_largest
+    assert errors["dq"].largest <= errors["dq"].plain_largest
+
+
+def test_nothing_that_is_hidden_decides_what_is_taken_off_the_values(
+    place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys behind an item's last one hold anything; the mean of all of them would show in the last bits."""
+    monkeypatch.setattr("flashtile.kernels.portable.choose.products", lambda *_: "aligned")
+    q, k, v = (torch.rand(1, n, 1, 16, device=place) for n in (20, 30, 30))
+    used = torch.tensor([9], dtype=torch.int32, device=place)
+    options = Options(backend="triton")
+    outs = []
+    for fill in (0.0, 1e30, float("nan")):
+        v = torch.cat([v[:, :9], torch.full_like(v[:, 9:], fill)], 1)
+        outs.append(flashtile.attention(q, k, v, seqused_k=used, options=options))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

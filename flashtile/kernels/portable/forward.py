@@ -10,22 +10,39 @@ from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
-from flashtile.kernels.device.softmax import add_sink, empty_rows, entropy_of, finish, fold, scored
+from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, entropy_of, finish, fold, scored
 from flashtile.kernels.device.stored import operand_of, scale_of_head, scales_of_rows
 from flashtile.kernels.device.varlen import slab, tile_of
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
 LIFT = constexpr(256.0)  # of probabilities in e4m3: from 2^-14 on they have all its bits
+CENTRAL = constexpr(16)  # keys whose mean is taken off the values
+ONE_SIDED = constexpr(0.75)  # of what they add up to in magnitude, from where on their sum tells of a mean
+MOST_CENTRAL = constexpr(2.0**100)  # of that mean: less it no finite value overflows
 
 
 @jit
-def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args, scales,
+def center_of(v_head, strides, ends, T: tl.constexpr):
+    """What the values of an item and head are taken less of, where T.centers: the mean of the first keys that count.
+
+    0 in columns whose values have either sign. It has bf16's bits, so that values of its size lose none by it.
+    """
+    count = tl.minimum(ends[1] - ends[0], CENTRAL)
+    some = load_tile(v_head + row_offset(ends[0], strides[2]), strides[2], 0, count, T.head_dim_v, CENTRAL, T.columns_v, True)
+    total = tl.sum(some, 0)
+    center = (total / tl.maximum(count, 1).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    told = (tl.abs(total) > ONE_SIDED * tl.sum(tl.abs(some), 0)) & (tl.abs(center) < MOST_CENTRAL)
+    return tl.where(told, center, 0.0)
+
+
+@jit
+def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args, scales, center,
                  MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows.
 
     ends = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
     the first of them, seed of dropout). scales, where T.stored: (those of k, of v, slab, first key's row, key/value head, those
-    of the query rows).
+    of the query rows). center: what values are taken less of, where T.centers.
     """
     BLOCK_K: tl.constexpr = T.block_k
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
@@ -45,6 +62,8 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
     if MASKED and T.mask.predicate:
         v = zero_unseen(v, keep, 0)
+    if T.centers:
+        v -= center[None, :]
     product = score_product(q, transposed(aligned_parts(k, T), T), T)
     if T.q_rows:
         product *= scales[5][:, None]
@@ -129,6 +148,7 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     q = aligned_parts(q, T)
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
+    center = center_of(v_head, strides, ends, T) if T.centers else None
     rows = empty_rows(BLOCK_Q, T.columns_v, T)
     if T.mask.blocks_k > 0:
         indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
@@ -136,26 +156,28 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
         for step in tl.range(0, partial * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                True, T, SCORE, MASK)  # fmt: skip
+                                center, True, T, SCORE, MASK)  # fmt: skip
         for step in tl.range(partial * PER, visited * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                False, T, SCORE, MASK)  # fmt: skip
+                                center, False, T, SCORE, MASK)  # fmt: skip
     else:
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
                 rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
-                                    scales, True, T, SCORE, MASK)  # fmt: skip
+                                    scales, center, True, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_lo, full_hi, BLOCK_K):
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                False, T, SCORE, MASK)  # fmt: skip
+                                center, False, T, SCORE, MASK)  # fmt: skip
         for start in tl.range(full_hi, hi, BLOCK_K):
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                True, T, SCORE, MASK)  # fmt: skip
+                                center, True, T, SCORE, MASK)  # fmt: skip
 
     if T.statistics != "":
         keep_statistics(rows, in_ptrs, out_ptrs, strides, head, per_head * seqlen_q + item.first_q, item, index, T)
     rows = scored(rows, T)
+    if T.centers:
+        rows = Rows(rows.acc + center[None, :] * rows.total[:, None], rows.top, rows.total)
     if T.modifiers.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
         rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)

@@ -94,6 +94,7 @@ class Tile:
     scaled: str = ""  # of "qkv" those with a scale of each head, of "QKV" those with one of each row
     native: bool = False  # Triton makes fp16 of what is stored well on this GPU
     fp8: bool = False  # q is stored too, and all are multiplied so
+    centers: bool = False  # a forward that takes what values average to off them, and adds it to out (`centers_values`)
     statistics: str = ""  # a forward that keeps rows' "peak", "entropy" or both
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
 
@@ -267,6 +268,18 @@ def mends_lse(problem: AttentionProblem) -> bool:
     return problem.shares_offset or is_mended(problem)
 
 
+def centers_values(problem: AttentionProblem, launch: Launch) -> bool:
+    """Whether a forward takes a mean off the values before it adds them up: where they have a large one, roundings of the sum
+    are of its size, and delta, which is made of out, has them.
+
+    Where values are cut into parts, in registers: it is one operation more beside ten. A product that reads them from shared
+    memory as they are would need 250 registers ("ieee", 64 columns, sm90: 112 without). Predicates say at run time alone
+    which keys count. Backwards of wider heads are split, unless asked for otherwise: they correct delta.
+    """
+    alike = problem.dropout is None and problem.stored is None and not problem.where
+    return problem.float32_grade and alike and launch.products in ("cut", "aligned") and problem.head_dim_v <= LONGEST_SUM
+
+
 def may_leave_one(problem: AttentionProblem) -> bool:
     """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
     return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
@@ -353,6 +366,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         correction=correction,
         lonely=backward and tells_sizes(problem),
         held=launch.held,
+        centers=which == "forward" and centers_values(problem, launch),
         moves=moves,
         arrives=arrives,
         stored="" if problem.stored is None else problem.stored.dtype,
