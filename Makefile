@@ -38,7 +38,7 @@ compile: .venv/.ready
 	$(PY) -m flashtile.audit.matrix --jobs $(JOBS)
 	[ ! -d $(NEWEST) ] || PYTHONPATH=$(NEWEST) $(PY) -m flashtile.audit.matrix --jobs $(JOBS)
 	TRITON_INTERPRET=0 $(PY) benchmarks/tiles.py --list sm90 --known benchmarks/results/tiles-h200.csv
-	$(PY) -m pytest -n $(JOBS) -m whole tests/compile tests/hopper tests/export
+	$(PY) -m pytest -n $(JOBS) -m whole tests/compile tests/hopper tests/export tests/cached
 
 gpu: .venv/.ready
 	$(PY) -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'PyTorch sees no GPU here.')"

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.experiment import Experiment, main_of
 from benchmarks.record import STARTED, Record, at_least_one, is_lost
 
-# Of each test how many draws, and at most how many cases of each. (1, 2): 300,000 cases of one refusal need no more.
+# Of each test how many draws, and at most how many cases of each.
 DRAWS: dict[str, dict[str, tuple[int, int]]] = {
     "test_flash_attn.py": {
         "test_flash_attn_output": (60, 12),
@@ -51,9 +51,9 @@ DRAWS: dict[str, dict[str, tuple[int, int]]] = {
         "test_flash_attn_bwd_varlen_overflow": (6, 1),
         "test_flash_attn_deterministic": (10, 6),
         "test_flash_attn_varlen_deterministic": (10, 6),
-        "test_flash_attn_kvcache": (2, 2),
-        "test_flash_attn_varlen_paged_kv_num_splits": (2, 1),
-        "test_flash_attn_kvcache_paged_block_table_bounds": (2, 1),
+        "test_flash_attn_kvcache": (48, 8),
+        "test_flash_attn_varlen_paged_kv_num_splits": (6, 2),
+        "test_flash_attn_kvcache_paged_block_table_bounds": (4, 1),
         "test_flash_attn_generator_arg_must_be_none": (1, 1),
     },
     "test_rotary.py": {
@@ -166,6 +166,7 @@ def work(chosen: argparse.Namespace) -> None:
         cases
         for file in chosen.file
         for name in DRAWS[file]
+        if chosen.only in name
         for cases in draw(file, name, getattr(tests[file], name), chosen.seed)
     ]
     random.Random(chosen.seed).shuffle(draws)
@@ -242,6 +243,7 @@ class FieldTests(Experiment[Path]):
         parser.add_argument("tests", type=Path, help="folder `tests` of flash-attention")
         parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
         parser.add_argument("--file", nargs="+", default=list(DRAWS), choices=list(DRAWS))
+        parser.add_argument("--only", default="", help="tests whose names have this in them")
         parser.add_argument("--jobs", type=at_least_one, default=12)
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

@@ -82,7 +82,7 @@ class CachedExplanation:
         costs = self.problem.attention.flops("forward"), self.problem.bytes
         arithmetic = _arithmetic_ms(self.problem.attention, self.device, "forward")
         made = [_call_line(call) for call in self.forward.calls] + list(self.forward.notes)
-        made += [why_split(self.problem), f"{_bound_line(*costs, arithmetic, self.device)}, of items of all rows"]
+        made += [why_split(self.problem), f"of items of all rows: {_bound_line(*costs, arithmetic, self.device)}"]
         if self.forward.scratch_bytes:
             made.append(f"scratch {_scaled(self.forward.scratch_bytes, 'B')}")
         lines += [f"  {line}" for line in made]

@@ -15,6 +15,7 @@ from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALES = ("k_scale", "v_scale")
+PAGES = (1, 3, 16, 64, 128, 256)
 RUBBISH = (-1, 0, 2147480000, -(2**31))
 
 
@@ -63,7 +64,7 @@ def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: boo
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    dtype, size = r.choice(DTYPES), r.choice((1, 3, 16, 64))
+    dtype, size = r.choice(DTYPES), r.choice(PAGES)
     batch, heads_kv, group = r.randint(1, 3), r.choice((1, 2)), r.choice((1, 2, 3, 8))
     dim = r.choice((16, 24) if small else (8, 24, 64, 80))
     dim_v = dim if r.random() < 0.7 else r.choice((16, 40))

@@ -9,6 +9,7 @@ import torch
 
 import flashtile
 from flashtile import dispatch
+from flashtile.kernels.device import decoding
 from flashtile.kernels.portable import cached
 from flashtile.torch.cache import operator
 from tests.cached.draw import check, draw
@@ -56,6 +57,24 @@ def test_an_items_bits_do_not_depend_on_its_batch(backend: str, place: torch.dev
     apart, joined = run([1, 4, 2], packed=True), run([1], packed=True)
     assert torch.equal(apart[0][:1], joined[0])
     assert torch.equal(apart[1][:1], joined[1])
+
+
+@pytest.mark.parametrize("keys", [100, 512])
+def test_places_for_parts_that_are_not_there_change_no_bit(keys: int, device: torch.device, monkeypatch: Any) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(2, 512, 1, 16, generator=generator).to(device) for _ in "kv")
+    q = torch.randn(2, 1, 2, 16, generator=generator).to(device)
+    used, options = torch.tensor([keys, 300], device=device), flashtile.Options(backend="triton")
+
+    def run() -> torch.Tensor:
+        flashtile.cache_clear()
+        return flashtile.attention_cached(q, k, v, seqused_k=used, split=128, options=options)
+
+    few = run()
+    monkeypatch.setattr(decoding, "FEW_PARTS", 0)
+    assert torch.equal(run(), few)
+    flashtile.cache_clear()
 
 
 def test_prefill_chunks_stand_beside_decodes(backend: str, place: torch.device) -> None:

@@ -49,7 +49,8 @@ def test_each_path_is_a_causal_call_of_its_own(backend: str, place: torch.device
 
 
 def test_a_chain_is_causal(backend: str, place: torch.device) -> None:
-    drawn = draw(3, small=True, device=place)
+    calls = (draw(seed, small=True, device=place) for seed in range(3, 40))
+    drawn = next(one for one in calls if one.tensors[0].dtype is torch.float32)
     q, k_cache, v_cache, *table = drawn.tensors
     used = drawn.arguments["seqused_k"]
     cu = drawn.arguments.get("cu_seqlens_q")

@@ -1,0 +1,44 @@
+"""600 random calls over caches, judged by the float64 reference: what no query may look at is NaN, and so is new memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.cached.cases import COUNT, FIRST, drawn_case, kinds_of
+from tests.cached.draw import PAGES, check
+
+STEP = 20
+SAMPLE = (7, 23)  # of the whole, each so many: primes, that go through what seeds decide
+
+
+def judge(backend: str, place: torch.device, seeds: range) -> None:
+    for seed in seeds:
+        check(drawn_case(seed, backend != "cpu", place), backend)
+
+
+def test_a_sample_is_right(backend: str, place: torch.device) -> None:
+    judge(backend, place, range(FIRST, FIRST + COUNT, SAMPLE[backend != "cpu"]))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, STEP))
+def test_all_are_right(backend: str, place: torch.device, first: int) -> None:
+    judge(backend, place, range(first, min(first + STEP, FIRST + COUNT)))
+
+
+def test_everything_is_among_them() -> None:
+    found = Counter(kind for seed in range(FIRST, FIRST + COUNT) for kind in kinds_of(drawn_case(seed, False)))
+    kinds = [*(f"page {size}" for size in PAGES), "contiguous", *(f"split {n}" for n in (None, 0, 128, 256)), "Tree", "causal"]
+    kinds += [f"stored torch.{n}" for n in ("float8_e4m3fn", "float8_e5m2", "int8")] + ["cu_seqlens_q", "first_k", "window"]
+    kinds += [f"torch.{n}" for n in ("float16", "bfloat16", "float32")] + [
+        "sink",
+        "Softcap",
+        "Alibi",
+        "Bias",
+        "Terms",
+        "Dilated",
+    ]
+    assert min(found[kind] for kind in kinds) >= 15, found
