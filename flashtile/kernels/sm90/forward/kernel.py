@@ -123,6 +123,7 @@ class Rows(NamedTuple):
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
+    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent, which is 0 at the maximum
 
 
 @gluon.jit
@@ -253,7 +254,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         T.modifiers.sink
     ):  # long over, but it ends in a jump: in front of the product ptxas would wait for what `load_sink` loads
         mem.values.wait(use)
-    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
+    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), (), rows.depth), job
 
 
 @gluon.jit
@@ -329,8 +330,12 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     if T.softmax.bounded:
         top = gl.maximum(top, lowest(factor))
-    p = gl.exp2(score * factor - level(top * factor, T.mask.masked, T)[:, None])
+    below = score * factor - level(top * factor, T.mask.masked, T)[:, None]
+    p = gl.exp2(below)
     total = lane_sums(p, T)
+    depth = ()
+    if T.finds_entropy:
+        depth = lane_sums(weighed(p, below, T.mask.masked, T), T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
@@ -346,7 +351,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     top = gl.convert_layout(top, row_layout(T.block_k))
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead)
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, depth)
 
 
 @gluon.jit
@@ -385,6 +390,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     mem.keys.release(use)
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
+    depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
@@ -425,12 +431,27 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
-        p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
-        total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+        below = score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None]
+        p = exponentials(below, MASKED, T)
+        LANES: gl.constexpr = gl.SliceLayout(1, rows.total.type.layout)  # pyright: ignore[reportAssignmentType]
+        decays = gl.convert_layout(decay, LANES)[:, None]
+        total = rows.total * decays + lane_sums(p, T)
+        if T.finds_entropy:
+            rise = gl.convert_layout(level(rows.top * factor, MASKED, T) - shift, LANES)[:, None]
+            depth = (rows.depth + rows.total * rise) * decays + lane_sums(weighed(p, below, MASKED, T), T)
         acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched, ahead)
+    return Rows(acc, weights, top, total, fetched, ahead, depth)
+
+
+@gluon.jit
+def weighed(p, below, MASKED: gl.constexpr, T: gl.constexpr):
+    """Probabilities times their exponents; 0 where there is none."""
+    if MASKED or T.may_start_empty:
+        return gl.where(p > 0.0, p * below, 0.0)
+    else:
+        return p * below
 
 
 @gluon.jit
@@ -456,10 +477,10 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
     `swizzle` heads are computed together (see `work.job_at`); it depends on the sizes, so it is no part of T.
-    targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
-    contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments
-    of modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
-    lists, or None).
+    targets = (lse, sink or None, out, strides of out and sink), and where T.statistics behind them each row's (peak, entropy),
+    of which one may be None; lse, and these, are (batch, heads_q, seqlen_q), natural logarithm, float32, contiguous. bias_desc:
+    the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments of modifiers, region);
+    region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block lists, or None).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k

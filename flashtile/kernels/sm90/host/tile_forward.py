@@ -173,6 +173,11 @@ class ForwardTile(Narrow):
     softmax: Softmax
     schedule: ForwardSchedule
     pipeline: ForwardPipeline
+    statistics: str = ""  # of rows that are kept: "peak", "entropy" or both
+
+    @property
+    def finds_entropy(self) -> bool:
+        return "entropy" in self.statistics
 
     @property
     def block_q(self) -> int:
@@ -273,6 +278,14 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
             singly=columns == 32 or (columns == 128 and bounded(p, form) and band.right is None),  # measured to gain there
         ),
     )
+
+
+def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
+    """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without."""
+    made = make_forward_tile(problem, launch, form)
+    softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
+    pipeline = replace(made.pipeline, singly=made.columns == 32)
+    return replace(made, statistics=statistics, softmax=softmax, pipeline=pipeline)
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
