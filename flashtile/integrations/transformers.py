@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dis import get_instructions
 from functools import partial, wraps
 from importlib import import_module
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from flashtile.distributed import Context
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
@@ -25,6 +26,7 @@ from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
 from flashtile.integrations.transformers_cache import attend_pages, attend_whole, is_decoding, open_batching
+from flashtile.integrations.transformers_shards import attend_shards, packed_starts
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import CAUSAL, FULL, Band
 from flashtile.problem.options import Options
@@ -49,8 +51,12 @@ _names: set[str] = set()
 _masks: Any = None  # transformers' masking_utils; the compiler of PyTorch 2.11 follows no import of it
 
 
-def register(name: str = NAME, options: Options | None = None) -> None:
+def register(name: str = NAME, options: Options | None = None, context: Context | None = None) -> None:
     """Make `attn_implementation=name` mean flashtile with these options, in this process. Needs transformers 5.
+
+    context: a `flashtile.distributed.Context` over whose ranks every sequence is sharded: input_ids, position_ids and
+        attention_mask (batch, seqlen) are then this rank's shards, and every rank calls the model alike. None for whole
+        sequences; DeepSpeed's Ulysses exchanges heads for positions itself, and wants None, too.
 
     transformers takes every implementation with "flash" in its name for a build of flash-attention: it looks for that on the
     hub, and for some models puts another in its place (5.23, `is_flash_attention_requested`). So it is told that this is none.
@@ -58,7 +64,10 @@ def register(name: str = NAME, options: Options | None = None) -> None:
     global _masks
     theirs, _masks = import_module("transformers"), import_module("transformers.masking_utils")
     theirs.AttentionInterface.register(
-        name, attention_forward if options is None else partial(attention_forward, options=options)
+        name,
+        attention_forward
+        if options is None and context is None
+        else partial(attention_forward, options=options, context=context),
     )
     theirs.AttentionMaskInterface.register(name, make_mask)
     if "flash" in name and name not in _names:
@@ -266,14 +275,16 @@ def _closure(function: Any, like: Callable[..., Any]) -> dict[str, Any] | None:
 def attention_forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    options: Options | None = None, **named: Any,
+    options: Options | None = None, context: Context | None = None, **named: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """(out (batch, q_length, heads, head_dim_v), None) of query, key, value (batch, heads, length, head_dim).
 
     named: sliding_window, softcap, s_aux or sinks (a logit per head), position_bias, cu_seq_lens_q and _k (the starts of
-    sequences packed in one row, beside any mask), block_table with k_cache and v_cache (of continuous batching). Raises
-    NotSupported for a name that it does not know and that is not None or False.
+    sequences packed in one row, beside any mask), block_table with k_cache and v_cache (of continuous batching),
+    position_ids (batch, q_length), which say without a mask where packed sequences begin: where they do not rise.
+    context: as `register` has it. Raises NotSupported for a name that it does not know and that is not None or False.
     """
+    positions = named.get("position_ids")
     window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
     sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
     packed = [named.pop(f"cu_seq_lens_{side}", None) for side in "qk"]
@@ -291,7 +302,8 @@ def attention_forward(
     if bias is not None:
         score.append(Bias(bias))
     if isinstance(attention_mask, Mask):
-        arguments |= attention_mask.arguments(q.device)
+        alone = context is None or attention_mask.documents is None  # documents of shards are found by positions
+        arguments |= (attention_mask if alone else replace(attention_mask, documents=None)).arguments(q.device)
     elif isinstance(attention_mask, torch.Tensor):
         if attention_mask.dim() != 4:
             raise InvalidProblem(
@@ -322,10 +334,22 @@ def attention_forward(
         )
     arguments |= {"score": tuple(score), "sink": sinks[0] if sinks else None, "dropout": Dropout(dropout) if dropout else None}
     ours = isinstance(attention_mask, Mask)
+    if context is not None:
+        beside = {"cu_seq_lens_q": packed[0], "block_table": pages["block_table"], "position_bias": bias}
+        beside["attention_mask"] = None if ours else attention_mask
+        beside["a static cache"] = arguments.pop("seqused_k", None)
+        if positions is None and ours:
+            beside["packed sequences without position_ids"] = attention_mask.documents
+        return attend_shards(q, k, v, positions, context, arguments, beside), None
     if pages["block_table"] is not None:
         return attend_pages(q, k, v, pages, packed[1], arguments), None
     if packed[0] is None and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None):
         return attend_whole(q, k, v, arguments), None
+    if attention_mask is None and causal and packed[0] is None and bias is None:
+        at = packed_starts(positions, q, k)
+        if at is not None:
+            out = attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), at, at, **arguments)
+            return out.unflatten(0, q.shape[:2]), None
     if packed[0] is None or (ours and attention_mask.documents is not None):  # which are what is packed
         return attention(q, k, v, **arguments), None
     if q.shape[0] != 1:

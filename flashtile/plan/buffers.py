@@ -120,7 +120,8 @@ def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
 def append_buffers(p: AppendProblem) -> tuple[Buffer, ...]:
     """Those of an append; the pools are written over, as `k_out` and `v_out`, and so are the scales of tokens."""
     pool = p.dtype.value if p.stored is None else p.stored.buffer_dtype
-    dtypes = {"slots": "int64", **{f"{n}_cache": pool for n in p.sides}, **{f"{n}_scale": "fp32" for n in p.sides}}
+    dtypes = {"slots": "int64", **dict.fromkeys(("seqused_k", "page_table", "cu_seqlens"), "int32")}
+    dtypes |= {**{f"{n}_cache": pool for n in p.sides}, **{f"{n}_scale": "fp32" for n in p.sides}}
     given = [Buffer(n, shape, dtypes.get(n, p.dtype.value), "input") for n, shape in p.shapes().items()]
     shapes = p.shapes()
     made = [Buffer(f"{n}_out", shapes[f"{n}_cache"], pool, "output", over=f"{n}_cache") for n in p.sides]

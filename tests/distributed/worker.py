@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from flashtile.distributed import Context, attention
 from tests.distributed.cases import cases, judge
 from tests.distributed.checks import CHECKS, OF_FOUR, OF_TWO
 from tests.distributed.drawn import drawn_calls_are_those_of_one_process
+from tests.distributed.engines import ENGINES
 from tests.distributed.ring_names import names_of_ring_flash_attn
 from tests.distributed.volumes import (
     a_window_fetches_its_halo_alone,
@@ -46,6 +48,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             a_window_fetches_its_halo_alone,
             names_of_ring_flash_attn,
             drawn_calls_are_those_of_one_process,
+            *(ENGINES if ranks == 2 else ()),
             *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
             *((keys_by_groups_of_heads_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
@@ -108,6 +111,8 @@ def fork(task: Callable[[int, int, Path], None], ranks: int, folder: Path) -> li
 
 
 def main(folder: Path) -> None:
+    with suppress(ImportError):  # once for all ranks
+        from transformers import Gemma2ForCausalLM, LlamaForCausalLM  # noqa: F401
     statuses: dict[str, list[int]] = {}
     for name, task, ranks in (("2", run, 2), ("4", run, 4), ("dying", dies, 2)):
         began = fork(task, ranks, folder / name)

@@ -20,6 +20,7 @@ from flashtile.torch.api.stored import SCALES, attend_stored, is_stored, refuse_
 from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
+from flashtile.torch.call.sharded import refuse_shards
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.execute.plain import autocasts
 from flashtile.torch.routes.eager import attend, prepare_call
@@ -114,5 +115,6 @@ def attention(
             return attend_jagged(q, k, v, given, arguments)
         if is_traced(q, k, v):
             return attend_watched(APART, (q, k, v), given, arguments)
+        refuse_shards()
     call, others = prepare_call(q, k, v, arguments, given)
     return attend(call, others, q, k, v)

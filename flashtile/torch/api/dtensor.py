@@ -16,11 +16,12 @@ from flashtile.problem.mask import Band, Joined, terms_of
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.sharded import refuse_shards
 from flashtile.torch.context.attention import attention
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.execute.packing import APART, KV, QKV, Packing
-from flashtile.torch.execute.plain import is_distributed
+from flashtile.torch.execute.plain import is_compiling, is_distributed
 from flashtile.torch.routes.operator import ATTENTION, dense_strides, spread
 from flashtile.torch.routes.request import write
 from flashtile.torch.routes.traced import attend_traced
@@ -33,6 +34,8 @@ def attend_watched(packing: Packing, packs: tuple[Any, ...], given: Given | None
     """What `attention` and its kin return of tensors that are no plain ones, or that somebody watches."""
     if is_distributed(*packs):
         return attend_distributed(packing, packs, given, Arguments(**arguments.named(score=modifiers(arguments.score))))
+    if not is_compiling():
+        refuse_shards()
     return attend_traced(packing, packs, given, arguments)
 
 
@@ -115,6 +118,7 @@ def _over_positions(packs: tuple[Any, ...], given: Given | None, arguments: Argu
     """The same where one axis of the mesh shards positions: `flashtile.distributed.attention` over that axis."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    refuse_shards(distributed=True)
     mesh, placements = packs[0].device_mesh, packs[0].placements
     axis = placements.index(Shard(1))
     if any(p not in (Replicate(), Shard(0), Shard(2)) for i, p in enumerate(placements) if i != axis):

@@ -15,6 +15,7 @@ from flashtile.torch.api.statistics import attend_with
 from flashtile.torch.api.stored import SCALES, attend_stored, is_stored, refuse_statistics
 from flashtile.torch.call.arguments import NAMES, Arguments, Keywords, ScaledKeywords, arguments_of
 from flashtile.torch.call.lengths import Given, given_lengths
+from flashtile.torch.call.sharded import refuse_shards
 from flashtile.torch.execute.packing import APART, KV, QKV, Pack, Packing
 from flashtile.torch.routes.eager import attend, prepare_call
 from flashtile.torch.routes.traced import autocast, is_plain, is_traced
@@ -162,6 +163,7 @@ def _attend_packed(packing: Packing, packs: tuple[Any, ...], given: Given | None
         packs = autocast(*packs)
         if is_traced(*packs):
             return attend_watched(packing, packs, given, arguments)
+        refuse_shards()
     if varlen:
         packs = tuple(t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in packs)
     with torch.no_grad():

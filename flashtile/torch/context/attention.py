@@ -21,7 +21,7 @@ from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
-from flashtile.torch.context.calls import Keys, call
+from flashtile.torch.context.calls import Gathered, Keys, Part, attend_parts, call
 from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered, wider
 from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
 from flashtile.torch.context.described import described, numbers
@@ -132,21 +132,17 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
     band = want.band if want.dropout is None else Band(None, want.band.right)  # a halo's keys begin anywhere
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
 
-    def attend_group(q: torch.Tensor, there: Keys, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
-        made: list[Any] = []
-        for piece in prefixes(own, shift, k.shape[1] * context.ranks, want.band, have):
-            arguments = want.piece(piece, shift)
-            made.append(call(q[:, piece.rows], there.part(piece.keys), return_lse, sink=want.sink, **arguments))
-        if not return_lse:
-            return (made[0] if len(made) == 1 else torch.cat(made, 1)), None
-        return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2)
+    def attend_group(q: torch.Tensor, there: Gathered, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+        pieces = prefixes(own, shift, k.shape[1] * context.ranks, want.band, have)
+        parts = [Part(p.rows, p.keys, {"sink": want.sink, **want.piece(p, shift)}) for p in pieces]
+        return attend_parts(q, there, parts, return_lse)
 
     return by_groups(q, k, v, context, want, band, attend_group)
 
 
 def by_groups(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
-    attend_group: Callable[[torch.Tensor, Keys, Fetched, Wanted], tuple[torch.Tensor, Any]],
+    attend_group: Callable[[torch.Tensor, Gathered, Fetched, Wanted], tuple[torch.Tensor, Any]],
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of `attend_group` with the keys that a rank's queries need (`gathered_keys`).
 
@@ -165,7 +161,7 @@ def by_groups(
     made: list[tuple[torch.Tensor, Any]] = []
     for i, part in enumerate(parts):
         whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
-        there, some = Keys(*whole.split(widths, -1), *sums.split(widths, -1)), slice(i * heads, (i + 1) * heads)
+        there, some = Gathered(*whole.split(widths, -1), sums), slice(i * heads, (i + 1) * heads)
         made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
     out = torch.cat([out for out, _ in made], 2)
     return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
@@ -200,13 +196,13 @@ def over_mesh(
     return out, None if lse is None else Exchange.apply(dealt(lse, inner, 2), inner, 2, 1)
 
 
-def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, band: Band) -> tuple[Keys, Fetched]:
+def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, band: Band) -> tuple[Gathered, Fetched]:
     """The keys and values that a rank's queries need: of all ranks, or the halo of a window. And which these are."""
     widths, both = (k.shape[3], v.shape[3]), torch.cat([k, v], -1)
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
     have = wanted[context.rank]
     whole, sums = Fetch.apply(both, context, wanted) if have.halo else Gather.apply(both, context)  # pyright: ignore[reportGeneralTypeIssues]
-    return Keys(*whole.split(widths, -1), *sums.split(widths, -1)), have
+    return Gathered(*whole.split(widths, -1), sums), have
 
 
 def by_heads(

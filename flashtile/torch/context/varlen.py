@@ -25,7 +25,7 @@ from flashtile.torch.context.attention import (
     over_mesh,
     plain,
 )
-from flashtile.torch.context.calls import Keys, call
+from flashtile.torch.context.calls import Gathered, Part, attend_parts, call
 from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
@@ -154,8 +154,8 @@ def _allgather(
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
 
-    def attend_group(q: torch.Tensor, there: Keys, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
-        made: list[Any] = []
+    def attend_group(q: torch.Tensor, there: Gathered, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+        parts: list[Part] = []
         row = 0
         for run in own:
             end = run.start + run.count
@@ -165,9 +165,9 @@ def _allgather(
                 "cu_seqlens_k": starts.clamp(key.start, key.start + key.count) - key.start,
             }
             rows = slice(row, row + run.count)
-            made.append(call(q[:, rows], there.part(have.place(key)), True, **want.banded(), **most, **here))
+            parts.append(Part(rows, have.place(key), {**want.banded(), **most, **here}))
             row += run.count
-        return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
+        return attend_parts(q, there, parts, return_lse)
 
     return by_groups(q, k, v, context, want, band, attend_group)
 

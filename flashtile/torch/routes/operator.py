@@ -323,7 +323,7 @@ def below_autograd() -> Generator[None]:
         yield
 
 
-class _Attention(torch.autograd.Function):
+class _OperatorAttention(torch.autograd.Function):
     """The operator, with its gradients by the other one."""
 
     @staticmethod
@@ -354,7 +354,7 @@ class _Attention(torch.autograd.Function):
 
 
 def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *asked: Any) -> Any:
-    """The operator's outputs, with their gradients by `_Attention`.
+    """The operator's outputs, with their gradients by `_OperatorAttention`.
 
     Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient:
     here, at the level of one of them, they say it.
@@ -362,7 +362,7 @@ def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], want
     packs = [t for t in (q, k, v) if t is not None]
     for i, tensor in enumerate((*packs, *others[: read(text).captured])):
         wanted |= int(tensor.requires_grad) << i
-    return record_at_level(_Attention, (wanted, text, *asked), q, k, v, *others)
+    return record_at_level(_OperatorAttention, (wanted, text, *asked), q, k, v, *others)
 
 
 class _Gradients(torch.autograd.Function):

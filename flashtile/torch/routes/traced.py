@@ -10,6 +10,7 @@ from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
+from flashtile.torch.call.sharded import is_replaced
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import autocasts, is_compiling, is_watched, transforms
 from flashtile.torch.execute.plain import is_traced as watched_or_transformed
@@ -20,8 +21,10 @@ from flashtile.torch.routes.request import write
 
 
 def is_plain(*packs: Any) -> bool:
-    """Whether a call is what eager calls mostly are: plain tensors, no autocast, and nobody who wants to see an operator."""
-    return not (is_watched(*packs) or autocasts() or transforms() or is_dual_level())
+    """Whether a call is what eager calls mostly are: plain tensors, no autocast, nobody who wants to see an operator, and
+    torch's own attention in its place.
+    """
+    return not (is_watched(*packs) or autocasts() or transforms() or is_dual_level() or is_replaced())
 
 
 def is_traced(*packs: Any) -> bool:

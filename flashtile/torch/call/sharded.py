@@ -1,0 +1,42 @@
+"""torch's own context parallelism: within it q, k and v are shards, in an order that only it knows."""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+
+from flashtile.errors import NotSupported
+
+HOME = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def is_replaced() -> bool:
+    """Whether torch's attention is a function of Python, as it is within `context_parallel`; it may be another's, too."""
+    return type(F.scaled_dot_product_attention) is FunctionType
+
+
+def refuse_shards(distributed: bool = False) -> None:
+    """Raise NotSupported within `torch.distributed.tensor.experimental.context_parallel`.
+
+    distributed: whether the tensors are DTensors; then also where torch's attention of these is, by now, its parallel one.
+    """
+    home: Any = sys.modules.get(HOME)
+    if home is None or not (F.scaled_dot_product_attention in home._replaced_functions or (distributed and _handles(home))):
+        return
+    layout = "zigzag" if home._cp_options.enable_load_balance else "contiguous"
+    if distributed and layout == "contiguous":  # which is what their placements say
+        return
+    raise NotSupported("attention within torch's context parallelism", {"torch": [
+        "q, k and v are shards, and a call would take them for the whole; flashtile.distributed.attention(q, k, v, "
+        f"context=Context(mesh, layout={layout!r})) attends to the whole, also there"
+    ]})  # fmt: skip
+
+
+def _handles(home: Any) -> bool:
+    """Whether DTensors' attention is the parallel one."""
+    from torch.distributed.tensor import DTensor
+
+    return not home.custom_ops.keys().isdisjoint(DTensor._op_dispatcher._custom_op_handlers)
