@@ -56,6 +56,7 @@ def test_out_tangent_and_what_goes_back(name: str) -> None:
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(t, m) for t, m in zip((leaf, k, v), moved, strict=True)]
             out, tangent = forward_ad.unpack_dual(function(*duals, **how))
+            assert tangent is not None
             return torch.autograd.grad(out.sum() + tangent.square().sum(), leaf)[0]
 
     torch.testing.assert_close(loss(JVPAttn.fwd_dual), loss(meaning))
