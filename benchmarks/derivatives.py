@@ -6,8 +6,8 @@
 A cell is a shape (batch x seqlen x heads x head_dim), full and causal, in bf16. Its passes take turns: our forward, the tangent
 pass of all inputs and of q alone (out, lse and their tangents in one launch), the same by torch.func.jvp from end to end, our
 backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v and dout), the passes of statistics
-alone; plain PyTorch where its scores fit, and
-jvp_flash_attention where it is installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every
+alone, and the forward that keeps them itself; plain PyTorch where its scores fit, and jvp_flash_attention where it is
+installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every
 result is checked first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in
 bf16 is, or 2 units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in
 the chosen tile and in candidates. The exit status is 1 if anything is wrong or fails.
@@ -40,7 +40,7 @@ from flashtile.plan.backend import Direction
 from flashtile.plan.call import KernelCall
 from flashtile.reference.attention import attention_plain
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.directed import statistics, tangents
+from flashtile.torch.execute.directed import forward_with_statistics, statistics, tangents
 from flashtile.torch.routes.eager import prepare
 
 SHAPES = ("1x8192x32x64", "1x16384x16x64", "1x16384x16x128")
@@ -49,6 +49,7 @@ MATH_MOST_BYTES = 2 << 30  # of one matrix of all scores in bf16, of which plain
 EXACT = 8192  # tokens up to which one head's truth is float64's
 ULP = 2.0**-8
 STATISTICS = {"max_logit": ("peak", 0), "entropy": ("entropy", 0), "Mass(last=64)": ("mass", 64)}  # their buffers, queries
+WITH = "forward with "
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Sequence[torch.Tensor]]
 
@@ -111,6 +112,12 @@ class Cell:
         made = statistics(self.prepared, self.inputs, (), self.lse, frozenset({name}), last)[name]
         return (made.transpose(1, 2)[..., None],)
 
+    def watched(self, what: str) -> Sequence[torch.Tensor]:
+        """The forward, which keeps a statistic of rows itself."""
+        name = STATISTICS[what][0]
+        (out, *_), made = forward_with_statistics(self.prepared, self.inputs, (), frozenset({name}))
+        return out, made[name].transpose(1, 2)[..., None]
+
     def math_jvp(self) -> Sequence[torch.Tensor]:
         return torch.func.jvp(self._plain(), self.inputs, self.moved)
 
@@ -131,6 +138,8 @@ class Cell:
         dout = self.dout[:1, :, :1].to(dtype)
         if what == "forward":
             return (self._plain()(*x),)
+        if what.startswith(WITH):
+            return (*self.truth("forward", dtype), *self.truth(what.removeprefix(WITH), dtype))
         if what in STATISTICS:
             name, last = STATISTICS[what]
             scores = x[0][0, :, 0] @ x[1][0, :, 0].T * self.size[3] ** -0.5
@@ -157,6 +166,7 @@ class Cell:
             "forward": self.forward, "tangent": self.tangent, "tangent of q": partial(self.tangent, "q"), "jvp": self.jvp,
             "backward": self.backward, "double backward": self.double_backward,
             **{name: partial(self.statistics, name) for name in STATISTICS},
+            **{WITH + name: partial(self.watched, name) for name in ("max_logit", "entropy")},
         }  # fmt: skip
         batch, seqlen, heads, _ = self.size
         if 2 * batch * heads * seqlen * seqlen <= MATH_MOST_BYTES:

@@ -147,6 +147,10 @@ TREES: dict[str, dict[str, Sources]] = {
         "flashinfer.cascade": (("flashinfer", FLASHINFER_CASCADE),),
         "flashinfer.page": (("flashinfer", FLASHINFER_PAGE),),
     },
+    "jvp_flash_attention": {
+        "jvp_flash_attention": (),
+        "jvp_flash_attention.jvp_attention": (("jvp_flash_attention", ("JVPAttn", "attention", "MASK_CONST")),),
+    },
     "ring_flash_attn": {
         "ring_flash_attn": (("ring_flash_attn", (*RING, "llama3_flash_attn_prepare_cu_seqlens")),),
     },
@@ -155,6 +159,7 @@ VERSIONS = {
     "flash_attn": "2.8.4",
     "flash_attn 1": "1.0.9",
     "ring_flash_attn": "0.1.8",
+    "jvp_flash_attention": "0.14.0",
     "flashinfer": "0.7.4",
 }  # whose names and signatures these are
 
@@ -165,7 +170,7 @@ def install(library: str) -> None:
     """Make `import <library>` give flashtile's translation of it, until `uninstall`; a second time changes nothing.
 
     library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers",
-        "flashinfer" (0.7.4), "ring_flash_attn" (0.1.8).
+        "flashinfer" (0.7.4), "ring_flash_attn" (0.1.8), "jvp_flash_attention" (0.14.0).
     Only imports to come see it: what was imported from the library before stays what it was. Its distribution
     is not pretended: `importlib.metadata` knows nothing of it.
     Raises InvalidProblem for another library, and beside an installed one that has modules of the same names.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 from flashtile.plan.call import Plan
@@ -75,7 +74,6 @@ class OfferedPass:
 
 
 Passes = Mapping[str, OfferedPass]
-NO_PASSES: Passes = MappingProxyType({})
 
 
 class Backend(Protocol):

@@ -154,3 +154,18 @@ def test_a_block_differentiates_twice(device: torch.device) -> None:
     torch.testing.assert_close(norm(ours), norm(plain), rtol=1e-3, atol=1e-5)
     both = lambda f: torch.func.grad(lambda x: torch.func.jvp(f, (x, weight), moved)[1])(x)  # noqa: E731
     torch.testing.assert_close(both(ours), both(plain), rtol=1e-3, atol=1e-5)
+
+
+def test_refusals_say_what_helps() -> None:
+    """Of create_graph where the forward kept too little: what is said there works."""
+    logits, labels = torch.randn(5, 8, requires_grad=True), torch.randint(0, 8, (5,))
+    (first,) = torch.autograd.grad(ops.cross_entropy(logits, labels), logits, create_graph=True)
+    with pytest.raises(NotSupported, match="ask for eager_gradient=False"):
+        first.sum().backward()
+    (first,) = torch.autograd.grad(ops.cross_entropy(logits, labels, eager_gradient=False), logits, create_graph=True)
+    torch.autograd.grad(first.square().sum(), logits)
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8)
+    (first,) = torch.autograd.grad(ops.linear_act(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(NotSupported, match=r"the forward kept no x; let all inputs require a gradient, or use torch\.func"):
+        first.sum().backward()
+    assert torch.func.hessian(lambda x: ops.linear_act(x, weight).sum())(x.detach()).any()

@@ -2,7 +2,7 @@
 
 python -m tests.hopper.emulated CASE ...
 
-A case is JSON: {"problem": its spelling, "pass": "forward", "fused" or "split", "dlse": whether lse has a gradient,
+A case is JSON: {"problem": its spelling, "pass": "forward", "watched", "fused" or "split", "dlse": whether lse has a gradient,
 "wide_keys": whether dk and dv are float32, "launch": fields of the tile that is not the chosen one, "drift": by how much
 each key's scores exceed those of the key before, "leaves": outputs whose address is 0}. A line is {"errors": {name: largest
 error / largest element}}, or {"failure": ...} where the run ended early.
@@ -29,13 +29,14 @@ install()
 from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.kernels.sm90.host.choose_backward import choose_backward
 from flashtile.kernels.sm90.host.choose_forward import choose_forward
-from flashtile.plan.backend import Gradients
+from flashtile.plan.backend import ROW_STATISTICS, Gradients
 from flashtile.plan.buffers import shapes
 from flashtile.plan.call import Plan
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.execute.bound import TORCH_DTYPES, Bound
+from tests.torch.test_statistics import attention_scores
 
 Tensors = dict[str, torch.Tensor]
 SMALL = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than one tile
@@ -44,8 +45,9 @@ SMALL = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than o
 def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     """The plan that the case names."""
     overrides = case.get("launch", {})
-    if case["pass"] == "forward":
-        return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides))
+    if case["pass"] in ("forward", "watched"):
+        kept = frozenset(case.get("keeps", ROW_STATISTICS) if case["pass"] == "watched" else ())
+        return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides), kept)
     launch = replace(choose_backward(problem, H100, case["pass"] == "split"), **overrides)
     gradients = Gradients(dlse=case.get("dlse", False), wide_keys=case.get("wide_keys", False))
     return BACKEND.backward(problem, SMALL, gradients, case["pass"], launch)
@@ -81,6 +83,19 @@ def expect(problem: AttentionProblem, tensors: Tensors, dlse: bool) -> Tensors:
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
+def expect_statistics(problem: AttentionProblem, tensors: Tensors) -> Tensors:
+    """Rows' largest scores and entropies in float64."""
+    q, k = (tensors[name].double() for name in "qk")
+    score = [
+        spec.kind(*spec.scalars, *(tensors[f"score.{i}.{j}"] for j in range(len(spec.tensors))))
+        for i, spec in enumerate(problem.score)
+    ]
+    factor = problem.scale_value * problem.head_dim**0.5
+    scores = attention_scores(q * factor, k, mask=problem.mask, score=score)
+    p = scores.softmax(-1).nan_to_num(0.0)
+    return {"peak": scores.amax(-1), "entropy": -torch.where(p > 0.0, p * p.log(), 0.0).sum(-1)}
+
+
 def poisoned(shape: Any, strides: Any, **options: Any) -> torch.Tensor:
     """Uninitialised memory that shows in every result."""
     made = EMPTY_STRIDED(shape, strides, **options)
@@ -95,6 +110,8 @@ def assess(case: dict[str, Any]) -> dict[str, Any]:
     problem = AttentionProblem.parse(case["problem"])
     tensors = draw(problem, case.get("drift", 0.0))
     exact = expect(problem, tensors, case.get("dlse", False))
+    if case["pass"] == "watched":
+        exact |= expect_statistics(problem, tensors)
     tensors["out"], tensors["lse"] = exact["out"].to(tensors["q"].dtype).contiguous(), exact["lse"].float().contiguous()
     plan = plan_of(case, problem)
     inputs = {buffer.name: tensors[buffer.name] for buffer in plan.named("input")}

@@ -166,6 +166,15 @@ def test_the_forward_is_exact(width: str) -> None:
     judge([case for tile in FORWARD[width] for case in tile.cases("forward")])
 
 
+def test_a_forward_keeps_statistics_of_rows() -> None:
+    """Largest scores and entropies beside out and lse; maxima that rise or fall from tile to tile, rows that see nothing."""
+    tiles = Tile((TINY, CAUSAL, UNSEEN_QUERIES, HALVES, MODIFIERS), 64), Tile((SHARED_HEADS, WINDOW), 128)
+    cases = [case for tile in (*tiles, Tile((GROUPED,), 192)) for case in tile.cases("watched")]
+    drifting = [dict(case, drift=drift) for case in Tile((CAUSAL,), 64).cases("watched") for drift in (-0.5, 0.5)]
+    alone = [dict(case, keeps=["peak"]) for case in Tile((SOFTCAP, LEFT), 96).cases("watched")]
+    judge([*cases, *drifting, *alone])
+
+
 @pytest.mark.parametrize("width", BACKWARD)
 def test_the_backward_is_exact(width: str) -> None:
     judge([case for tile in BACKWARD[width] for case in tile.cases("fused")])

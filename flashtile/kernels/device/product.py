@@ -190,3 +190,13 @@ def add_product(acc, a, b, T: tl.constexpr):
         return rounded_sum(product(a, b, T), acc)
     else:
         return tl.dot(operand(a[0], T), operand(b[0], T), acc, input_precision=T.precision)
+
+
+@jit
+def add_rounded(acc, x, parts, T: tl.constexpr):
+    """acc + x times parts, x rounded to their type; where T.halves_rounding what that took off counts too."""
+    acc = add_product(acc, free_parts(x, parts[0].dtype, T), parts, T)
+    if T.halves_rounding:
+        rest = x - x.to(parts[0].dtype).to(x.dtype)
+        acc = add_product(acc, free_parts(rest, parts[0].dtype, T), parts, T)
+    return acc

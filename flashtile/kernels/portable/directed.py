@@ -9,6 +9,7 @@ from typing import Any
 from flashtile.kernels.device.direction import along, moves_captured, second_refusals, tangent_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
+from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
@@ -77,6 +78,7 @@ def choose_directed(p: AttentionProblem, device: Device, which: Pass) -> Launch:
     else:
         rules = FP32[width] if p.dtype is DType.FP32 else SIXTEEN_BIT[which][width]
         more = p.score or p.where or p.dropout is not None or p.head_dim % 16 or p.head_dim_v % 16
+        more = more or (is_small(p) and p.dtype.is_narrow)  # whose products are twice as many
         if (more or device.kind == "hip") and len(rules) > 1:
             crowded = CROWDED.get((which, width)) if p.dtype is not DType.FP32 else None
             rules = (crowded, *rules[1:]) if crowded else rules[1:]

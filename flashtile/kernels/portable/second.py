@@ -11,7 +11,7 @@ from flashtile.kernels.device.direction import directed_gradients, directed_prob
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, product, score_product, transposed
+from flashtile.kernels.device.product import add_product, add_rounded, aligned_parts, product, score_product, transposed
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.tangent import product_tangent
@@ -83,9 +83,9 @@ def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place,
     v_t, tv_t = transposed(aligned_parts(v, T), T), transposed(aligned_parts(tv, T), T)
     dp, tdp = gradient_products(queries[2], queries[3], v_t, tv_t, survives, place[4].factor, p, T, False)
     ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
-    dq = add_product(dq, free_parts(ds2, k[0].dtype, T), k, T)
+    dq = add_rounded(dq, ds2, k, T)
     if T.moves_k:
-        dq = add_product(dq, free_parts(ds, k[0].dtype, T), tk, T)
+        dq = add_rounded(dq, ds, tk, T)
     return dq
 
 
@@ -215,16 +215,16 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
     if T.has_dout:
-        dv = add_product(dv, free_parts(dropped(p * bend, survives, place[4], T), dout[0].dtype, T), dout, T)
+        dv = add_rounded(dv, dropped(p * bend, survives, place[4], T), dout, T)
     if T.has_tdout:
-        dv = add_product(dv, free_parts(dropped(p, survives, place[4], T), tdout[0].dtype, T), tdout, T)
+        dv = add_rounded(dv, dropped(p, survives, place[4], T), tdout, T)
     dp, tdp = gradient_products(
         transposed(dout, T), transposed(tdout, T), keys[1], keys[3], survives, place[4].factor, p, T, True
     )
     ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
-    dk = add_product(dk, free_parts(ds2, q[0].dtype, T), q, T)
+    dk = add_rounded(dk, ds2, q, T)
     if T.moves_q:
-        dk = add_product(dk, free_parts(ds, q[0].dtype, T), tq, T)
+        dk = add_rounded(dk, ds, tq, T)
     return dk, dv
 
 

@@ -16,11 +16,21 @@ from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import LN2, LOG2E, exp
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, product, score_product, transposed
+from flashtile.kernels.device.product import (
+    add_product,
+    add_rounded,
+    aligned_parts,
+    free_parts,
+    product,
+    score_product,
+    transposed,
+)
 from flashtile.kernels.device.score import locate, stages
 from flashtile.kernels.portable.opening import query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse
-from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
+from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
+
+LONE = constexpr(2.0**-22)  # what the keys of a row but its first may add up to, in units of that, to count as nothing
 
 
 class Moving(NamedTuple):
@@ -119,15 +129,15 @@ def tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start
             bent = tl.where(keep, bent, 0.0)
         bent = p * bent
         mean += tl.sum(bent, 1)
-        turn = add_product(turn, free_parts(dropped(bent, survives, place[4], T), v.dtype, T), v_parts, T)
-    p = free_parts(dropped(p, survives, place[4], T), v.dtype, T)
-    acc = add_product(rows.acc * decay[:, None], p, v_parts, T)
+        turn = add_rounded(turn, dropped(bent, survives, place[4], T), v_parts, T)
+    p = dropped(p, survives, place[4], T)
+    acc = add_rounded(rows.acc * decay[:, None], p, v_parts, T)
     if T.moves_v:
         tv = kv_ptrs[3] + row_offset(start, strides[7])
         tv = load_tile(tv, strides[7], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
         if MASKED and T.mask.predicate:
             tv = zero_unseen(tv, keep, 0)
-        turn = add_product(turn, p, free_parts(tv, v.dtype, T), T)
+        turn = add_rounded(turn, p, free_parts(tv, v.dtype, T), T)
     return Moving(acc, turn, top, total, mean)
 
 
@@ -153,7 +163,8 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     in_ptrs = (q, k, v, sink, tangents of these, dout, dlse, tangents of these); None where there is none.
     out_ptrs = (out, lse, tout, tlse, what `second` needs of rows, each program's share of the second derivative by sinks), or
     None. Strides of q, k, v, out, sink, tq, tk, tv, tsink, dout, dlse, tdout, tdlse. lse and tlse are (slabs, heads_q, span_q),
-    rows (slabs, heads_q, 5, span_q): level and norm of `row_probability`, mu, delta = sum(out dout) - dlse, its tangent.
+    rows (slabs, heads_q, 5, span_q): level and norm of `row_probability` (1 where T.may_be_lone and a row has one key),
+    mu, delta = sum(out dout) - dlse, its tangent.
     args = (score_args, the same of captured tensors' tangents); region as in the forward.
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -268,6 +279,8 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
             level, norm = top, 1.0 / whole
         else:
             level, norm = lse * LOG2E, none
+        if T.may_be_lone:
+            norm = tl.where(tl.abs(total - 1.0) <= LONE, 1.0, norm)
         tl.store(fields, tl.where(sees, level, float("inf")), mask=here)
         tl.store(fields + seqlen_q, norm, mask=here)
         tl.store(fields + 2 * seqlen_q, tlse, mask=here)

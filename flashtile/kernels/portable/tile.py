@@ -90,6 +90,7 @@ class Tile:
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
     arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
+    halves_rounding: bool = False  # a directed pass of a small problem below float32's grade: two parts of what it rounds
     stored: str = ""  # what k and v are, as `problem.stored.Stored` has it, "" for numbers of q's dtype; a forward alone
     scaled: str = ""  # of "qkv" those with a scale of each head, of "QKV" those with one of each row
     native: bool = False  # Triton makes fp16 of what is stored well on this GPU
@@ -142,6 +143,11 @@ class Tile:
     @property
     def finds_entropy(self) -> bool:
         return "entropy" in self.statistics
+
+    @property
+    def may_be_lone(self) -> bool:
+        """A row with one key alone is looked out for: below float32's grade its key's tangent and the row's do not cancel."""
+        return not (self.exact or self.wide or self.modifiers.sink)
 
     @property
     def has_dout(self) -> bool:
@@ -369,6 +375,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         centers=which == "forward" and centers_values(problem, launch),
         moves=moves,
         arrives=arrives,
+        halves_rounding=which in DIRECTED and problem.dtype.is_narrow and is_small(problem),
         stored="" if problem.stored is None else problem.stored.dtype,
         scaled="".join(
             side.upper() if how == "token" else side

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from flashtile.kernels.device.available import NO_TRITON
@@ -42,10 +43,11 @@ from flashtile.kernels.sm90.host.tile_forward import (
     forward_form,
     make_forward_tile,
     make_queries_tile,
+    make_watched_tile,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import NO_PASSES, Gradients, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, scale_shapes, shapes
+from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, scale_shapes, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
@@ -74,11 +76,22 @@ class Repairs(Protocol):
     def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None: ...
 
 
+def _watched(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    return BACKEND.forward(problem, device, statistics=direction.wanted)
+
+
+def _watched_refusals(problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """Reasons against statistics beside a forward."""
+    follow = "where a row's scores are large the portable kernels compute it again, which keep no statistics then"
+    eight = "q, k or v are stored; statistics of them are not implemented"
+    return [follow] * problem.shares_offset + [eight] * (problem.stored is not None)
+
+
 class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
-    passes: Passes = NO_PASSES
+    passes: Passes = MappingProxyType({"watched": OfferedPass(_watched, _watched_refusals)})
     repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
@@ -161,14 +174,20 @@ class HopperBackend:
             ]
         return reasons
 
-    def forward(self, problem: AttentionProblem, device: Device, launch: ForwardLaunch | None = None) -> Plan:
-        """The plan; `launch` overrides the tile."""
+    def forward(
+        self, problem: AttentionProblem, device: Device, launch: ForwardLaunch | None = None,
+        statistics: frozenset[str] = frozenset(),
+    ) -> Plan:  # fmt: skip
+        """The plan; `launch` overrides the tile. statistics: those of "peak" and "entropy" that it keeps."""
         from flashtile.kernels.sm90.forward.kernel import attention_forward
 
         p = problem.listed
         launch, fired = forward_choice(p, device) if launch is None else (launch, ())
         form, schedules = forward_form(p), Schedules(p)
-        tile = make_forward_tile(p, launch, form)
+        tile, kept = make_forward_tile(p, launch, form), ()
+        if statistics:
+            tile = make_watched_tile(p, launch, form, " ".join(n for n in ROW_STATISTICS if n in statistics))
+            kept = (tuple(Pointer(n) if n in statistics else None for n in ROW_STATISTICS),)
         tiles, tail = over_queries(p, launch, tile, schedules)
         score, biased = chain(p, device, form), None
         if tile.modifiers.brought:
@@ -184,7 +203,7 @@ class HopperBackend:
                 *tiles,
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
                 biased,
-                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink))),
+                (Pointer("lse"), *(n and Pointer(n) for n in (sink, out)), tuple(n and Strides(n) for n in (out, sink)), *kept),
                 *tail,
             ),
             (("T", tile), ("SCORE", score), ("MASK", predicates(p))),
@@ -195,7 +214,7 @@ class HopperBackend:
             before, scratch = turn_values(p, tile, schedules)
         else:
             before, scratch = ([], []) if p.stored is None else widen(p)
-        buffers = (*forward_buffers(p), *scratch, *schedules.buffers)
+        buffers = (*forward_buffers(p), *row_statistics(p, statistics), *scratch, *schedules.buffers)
         notes = (f"forward tile {launch.spell()}", *told(fired))
         plan = Plan(p, self.name, "", buffers, (*schedules.calls, *before, call), notes, optional=frozenset({"lse"}))
         if p.multiplies_fp8:  # nothing that is added to scores is cut off

@@ -72,6 +72,14 @@ def gradients(
     return _again(lambda x: made(op, problem, x, problem.public()), {**known, **_blank(given, lacking, like)}, arriving, wanted)
 
 
+def remedy(op: Op, problem: Companion, kept: tuple[str, ...]) -> str:
+    """What gives the second derivative that `gradients` cannot."""
+    if op.over(problem):
+        return "here the forward makes the gradient or writes over its input; ask for eager_gradient=False and inplace=False"
+    lacking = ", ".join(name for name, _ in problem.given if name not in kept and name not in problem.linear)
+    return f"the forward kept no {lacking}; let all inputs require a gradient, or use torch.func, such as torch.func.hessian"
+
+
 def _reads_inputs(op: Op, problem: Companion) -> bool:
     """Whether the backward's formula makes outputs that the forward kept again, and so wants the inputs."""
     return problem.op not in ("softmax", "rotary")

@@ -177,7 +177,8 @@ class _Differentiable(torch.autograd.Function):
         for name in call.consumes:
             torch.autograd.graph.increment_version(tensors[name])
         given = tuple([None if name is None else tensors[name] for name in call.gradients])
-        return None, *first_derivatives(call.problem, call.backend, given, saved, grads)
+        remedy = formula.remedy(call.op, call.problem, call.kept)
+        return None, *first_derivatives(call.problem, call.backend, given, saved, grads, remedy=remedy)
 
 
 # What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.

@@ -19,13 +19,15 @@ NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to ma
 
 
 def first_derivatives(
-    what: str | Problem, backend: str, given: tuple[torch.Tensor | None, ...], *sources: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
+    what: str | Problem, backend: str, given: tuple[torch.Tensor | None, ...], *sources: Sequence[torch.Tensor | None],
+    remedy: str = "",
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The gradients of `what`. Whoever differentiates them (create_graph) hears that it is not possible, and gets no zero.
 
     sources: what they were computed from, saved and arriving tensors: torch.autograd.grad visits no node that does not lead to
     what it was asked for. A Function that saves nothing which leads to some input that matters, as a norm's residual, gives
     out one tensor more, without elements and hidden from its caller, and saves that: it leads to all inputs.
+    remedy: what the refusal says besides.
     """
     if not torch.is_grad_enabled():
         return given
@@ -33,7 +35,7 @@ def first_derivatives(
     if not made:
         return given
     behind = [t for some in sources for t in some]
-    refusing = iter(_FirstDerivative.apply(what, backend, len(made), *(g.requires_grad_() for g in made), *behind))
+    refusing = iter(_FirstDerivative.apply((what, backend, remedy), len(made), *(g.requires_grad_() for g in made), *behind))
     return tuple(None if g is None else next(refusing) for g in given)
 
 
@@ -55,18 +57,18 @@ class _FirstDerivative(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, what: str | Problem, backend: str, count: int, *tensors: Any) -> Any:
-        ctx.what, ctx.backend = what, backend
+    def forward(ctx: Any, refused: tuple[str | Problem, str, str], count: int, *tensors: Any) -> Any:
+        ctx.refused = refused
         return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise second_derivative(ctx.what, ctx.backend)
+        raise second_derivative(*ctx.refused)
 
 
-def second_derivative(what: str | Problem, backend: str) -> NotSupported:
+def second_derivative(what: str | Problem, backend: str, remedy: str = "") -> NotSupported:
     """The refusal of it."""
-    reason = "gradients of gradients are not implemented"
+    reason = "gradients of gradients are not implemented" + (f"; {remedy}" if remedy else "")
     return NotSupported(f"the second derivative of {what if isinstance(what, str) else what.spell()}", {backend: [reason]})
 
 

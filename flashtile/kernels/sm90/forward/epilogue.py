@@ -42,6 +42,8 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     if T.softmax.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
+    if T.statistics != "":
+        keep_statistics(rows, level, total, sink, targets, at, whole, size, index, T)
     ran = (index < size.seqlen_q) & ((total < float("inf")) == 0)
     seen = total != 0.0
     if T.items.ragged:
@@ -80,6 +82,27 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         tile = out_tile(mem, out_desc, GROUP, part, T)
         send(tile, out_desc, (targets[2], targets[3][0]), at, part * COLUMNS, T.head_dim_v, T)
     return ran
+
+
+@gluon.jit
+def keep_statistics(rows, level, total, sink, targets, at, whole, size, index, T: gl.constexpr):
+    """Store rows' largest scores and entropies. level and total as before the sink, the former in units of log2."""
+    counts, here = index < size.seqlen_q, index < at.item.span_q
+    at_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q + at.item.first_q + index
+    if targets[4][0] is not None:
+        gl.store(targets[4][0] + at_rows, gl.where(counts, level * LN2, float("-inf")), mask=here)
+    if T.finds_entropy:
+        depth = gl.convert_layout(gl.sum(rows.depth, 1), row_layout(T.block_k))
+        if T.modifiers.sink:
+            top = gl.maximum(level, sink)
+            top = gl.where(top == float("-inf"), 0.0, top)
+            share = gl.exp2(sink - top)
+            rise = gl.where(level == float("-inf"), 0.0, level - top)
+            depth = (depth + total * rise) * gl.exp2(level - top) + gl.where(share > 0.0, share * (sink - top), 0.0)
+            total = total * gl.exp2(level - top) + share
+        sum_of_all = gl.where(total == 0.0, 1.0, total)
+        entropy = (gl.log2(sum_of_all) - depth / sum_of_all) * LN2
+        gl.store(targets[4][1] + at_rows, gl.where(counts, entropy, 0.0), mask=here)
 
 
 @gluon.jit

@@ -125,6 +125,7 @@ class Rows(NamedTuple):
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
     decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
+    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent, which is 0 at the maximum
 
 
 @gluon.jit
@@ -262,7 +263,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         mem.values.wait(use)
     if not T.stored.fp8:
         acc = settle(acc, mem.values, use, T.pieces)
-    return Rows(acc, (), rows.top, rows.total, (), (), ()), job
+    return Rows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
 
 
 @gluon.jit
@@ -343,8 +344,12 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     shift = level(top * factor, T.mask.masked, T)
     if T.stored.fp8:
         shift = shift - LIFT_LOG2
-    p = gl.exp2(score * factor - shift[:, None])
+    below = score * factor - shift[:, None]
+    p = gl.exp2(below)
     total = lane_sums(p, T)
+    depth = ()
+    if T.finds_entropy:
+        depth = lane_sums(weighed(p, below, T.mask.masked, T), T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
@@ -363,7 +368,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = lanes_of(top * factor, T)
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay)
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
 
 
 @gluon.jit
@@ -407,6 +412,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     decay = ()
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
+    depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
@@ -447,17 +453,34 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
+        if T.finds_entropy:
+            rise = level(rows.top * factor, MASKED, T) - shift
         if T.stored.fp8:
             shift = shift - LIFT_LOG2
-        p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
-        total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
+        below = score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None]
+        p = exponentials(below, MASKED, T)
+        LANES: gl.constexpr = gl.SliceLayout(1, rows.total.type.layout)  # pyright: ignore[reportAssignmentType]
+        decays = gl.convert_layout(decay, LANES)[:, None]
+        total = rows.total * decays + lane_sums(p, T)
+        if T.finds_entropy:
+            rise = gl.convert_layout(rise, LANES)[:, None]
+            depth = (rows.depth + rows.total * rise) * decays + lane_sums(weighed(p, below, MASKED, T), T)
         if T.stored.fp8:
             weights = stored_weights(p, T)
         else:
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else ())
+    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
+
+
+@gluon.jit
+def weighed(p, below, MASKED: gl.constexpr, T: gl.constexpr):
+    """Probabilities times their exponents; 0 where there is none."""
+    if MASKED or T.may_start_empty:
+        return gl.where(p > 0.0, p * below, 0.0)
+    else:
+        return p * below
 
 
 @gluon.jit
@@ -486,10 +509,11 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     """Descriptors of rank 4 over (batch, heads, seqlen, head_dim), blocks of T.rows or T.block_k rows and a part's columns.
 
     `swizzle` heads are computed together (see `work.job_at`); it depends on the sizes, so it is no part of T.
-    targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
-    contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments
-    of modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
-    lists, or None; where q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
+    targets = (lse, sink or None, out, strides of out and sink), and where T.statistics behind them each row's (peak, entropy),
+    of which one may be None; lse, and these, are (batch, heads_q, seqlen_q), natural logarithm, float32, contiguous. bias_desc:
+    the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments of modifiers, region);
+    region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block lists, or None; where
+    q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
 
     Where T.stored.fp8 q, k and v are bytes, and v is what `values.py` makes of it, (slabs, heads_kv, head_dim_v, padded).
     """

@@ -196,6 +196,11 @@ class ForwardTile(Narrow):
     schedule: ForwardSchedule
     pipeline: ForwardPipeline
     stored: ForwardStored
+    statistics: str = ""  # of rows that are kept: "peak", "entropy" or both
+
+    @property
+    def finds_entropy(self) -> bool:
+        return "entropy" in self.statistics
 
     @property
     def block_q(self) -> int:
@@ -314,6 +319,14 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
         ),
         stored=ForwardStored.of(p),
     )
+
+
+def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
+    """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without."""
+    made = make_forward_tile(problem, launch, form)
+    softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
+    pipeline = replace(made.pipeline, singly=made.columns == 32)
+    return replace(made, statistics=statistics, softmax=softmax, pipeline=pipeline)
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:

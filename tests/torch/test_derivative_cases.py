@@ -1,0 +1,16 @@
+"""Random derivatives by kernels that were once less exact than plain PyTorch's: rows of one key, and few elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.torch.derivative_cases import wrong
+
+# (variant, seed) of `derivative_cases`. Of the first four the truth is 0, of the last two luck decides.
+ONCE_WRONG = ((1, 9), (14, 12), (0, 15), (0, 25), (0, 14), (10, 10))
+
+
+@pytest.mark.parametrize(("variant", "seed"), ONCE_WRONG)
+def test_random_cases_that_were_wrong(variant: int, seed: int, device: torch.device) -> None:
+    assert wrong(variant, 1000 * variant + seed, device, "triton") == []
