@@ -7,7 +7,8 @@ Of each sequence and window, forward and backward together: one process's time T
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
 zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal
 lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's
-SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone. Errors of out, dq,
+SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has
+ring-flash-attn, which must be installed, and runs on flashtile's passes where flash_attn is not. Errors of out, dq,
 dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
 process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import flashtile
+import flashtile.compat
 from benchmarks.experiment import Experiment, main_of, run_experiment
 from benchmarks.record import Record, at_least_one, sized
 from flashtile.distributed import Context, attention, attention_varlen, shard, unshard
@@ -42,7 +46,8 @@ REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
 METHODS = ("ulysses", "allgather", "allgather contiguous", "ring")
 TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
-PROVIDERS = (*METHODS, *TORCH)
+RING = "ring-flash-attn zigzag"
+PROVIDERS = (*METHODS, *TORCH, RING)
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[], Tensors]
@@ -110,6 +115,13 @@ def layout_of(name: str) -> Any:
 @contextmanager
 def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
     """A provider's step with this rank's shards."""
+    if name == RING:
+        if form != Form():
+            raise NotImplementedError("ring-flash-attn's zigzag knows no windows and no dropout, and is given no documents")
+        *leaves, dout = (shard(t, Context(layout="zigzag")).requires_grad_(i < 3) for i, t in enumerate(given))
+        zigzag = ring_flash_attn().zigzag_ring_flash_attn_func
+        yield step(lambda *qkv: zigzag(*qkv, causal=True), tuple(leaves), dout)
+        return
     if name not in TORCH:
         context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
         *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
@@ -136,6 +148,16 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
 
         with sdpa_kernel(kernel):
             yield in_our_layout
+
+
+def ring_flash_attn() -> Any:
+    """The package of that name, whose hooks into transformers are left out, on flash_attn or, without one, on our passes."""
+    if importlib.util.find_spec("flash_attn") is None:
+        flashtile.compat.install("flash_attn")
+    hooks: Any = ModuleType("ring_flash_attn.adapters")
+    hooks.substitute_hf_flash_attn = hooks.update_ring_flash_attn_params = None
+    sys.modules.setdefault("ring_flash_attn.adapters", hooks)
+    return importlib.import_module("ring_flash_attn")
 
 
 def timed(run: Step, device: torch.device) -> float:
