@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,21 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # batch, seqlen, heads, head_dim, and what else the call is given; varlen has lengths in the place of a seqlen
 SHAPES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "host": (1, 128, 8, 64, {"causal": True}),
-    "fa3-paper-1k": (16, 1024, 16, 128, {"causal": True}),
-    "fa3-paper-16k": (1, 16384, 16, 128, {"causal": True}),
-    "fa3-paper-64-full": (4, 4096, 32, 64, {}),
+    **{
+        f"fa3-paper-{head_dim}-{thousands}k-{mask}": (16 // thousands, 1024 * thousands, 2048 // head_dim, head_dim, how)
+        for head_dim in (64, 128, 256)
+        for thousands in (1, 4, 16)
+        for mask, how in (("causal", {"causal": True}), ("full", {}))
+    },
     "varlen": (64, 0, 16, 128, {"causal": True}),
     "costs-softcap": (2, 4096, 16, 128, {"causal": True, "score": "softcap"}),
     "costs-dropout": (2, 4096, 16, 128, {"causal": True, "dropout_p": 0.1}),
+    # lse's rounding is looked for, and mended, where a tensor is added to scores, and in small problems
+    "costs-bias": (2, 2048, 16, 128, {"causal": True, "score": "bias"}),
+    "costs-bias-portable": (2, 2048, 16, 128, {"causal": True, "score": "bias", "backend": "triton"}),
+    "costs-small": (1, 512, 8, 64, {"causal": True}),
+    # where a build has the option: beside one without, or beside "fa3-paper-128-4k-causal", it is what the option costs
+    "costs-exact-delta": (4, 4096, 16, 128, {"causal": True, "delta": "exact"}),
 }
 
 
@@ -40,9 +50,14 @@ def calls(name: str) -> dict[str, Callable[[], Any]]:
     """The passes of a cell."""
     batch, seqlen, heads, head_dim, how = SHAPES[name]
     how = dict(how)
-    if "score" in how:
-        how["score"] = flashtile.Softcap(30.0)
     torch.manual_seed(0)
+    if how.get("score") == "bias":
+        how["score"] = (flashtile.Bias(torch.randn((1, 1, seqlen, seqlen), device=DEVICE, dtype=torch.bfloat16)),)
+    elif "score" in how:
+        how["score"] = (flashtile.Softcap(30.0),)
+    asked = {option: how.pop(option) for option in ("backend", "delta") if option in how}
+    known = [field.name for field in fields(flashtile.Options)]
+    how["options"] = flashtile.Options(**{option: value for option, value in asked.items() if option in known})
     attend = partial(flashtile.attention, **how)
     shape = (batch, seqlen, heads, head_dim)
     if not seqlen:

@@ -87,7 +87,7 @@ def wanted(problem: Companion) -> frozenset[str]:
 
 
 def _cells() -> list[Cell]:
-    n, entropy = norm.Launch, cross_entropy.Launch
+    n, entropy = norm.NormLaunch, cross_entropy.LossLaunch
     layer = "norm(x={r}x{n}:bf16,weight={n}:bf16,bias={n}:bf16)"
     rms = "norm(x={r}x{n}:bf16,weight={n}:bf16;kind='rms')"
     added = ("norm(x={r}x{n}:bf16,residual={r}x{n}:bf16,weight={n}:bf16,bias={n}:bf16,seed=1:int64;"

@@ -9,7 +9,7 @@ through all keys, as Hopper's units have it; `original` is that of our out again
 `stored` that of e4m3 keys and values under bf16 queries and products, `lse` the largest error of lse.
 speed: full and causal, our bf16 forward, k and v in e4m3 under bf16 queries, e4m3 products, and these from 16-bit inputs, with
 quantisation. `of_bf16` is bf16's time over theirs.
-tiles: the portable forward of both kinds in the chosen tile and in candidates.
+tiles: the portable forward of both kinds, and Hopper's of e4m3, in the chosen tile and in candidates.
 simulated, without a GPU too: the same arithmetic in PyTorch, tile by tile, with float32 sums, and `unflushed` with one sum of
 13 bits, cut off every 32 keys; `stored` and `bf16` are beside the numbers before quantisation.
 """
@@ -20,6 +20,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,9 @@ from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.kernels.portable.candidates import shared_bytes
 from flashtile.kernels.portable.choose import choose
 from flashtile.kernels.portable.tile import Launch
+from flashtile.kernels.sm90.backend import BACKEND as HOPPER
+from flashtile.kernels.sm90.host.choose_forward import choose_forward
+from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, forward_shared_bytes
 from flashtile.torch.api.stored import describe_stored
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.execute.bound import Bound, device_of
@@ -60,6 +64,14 @@ CANDIDATES = {
         Launch(64, 128, 4, 2, 8), Launch(128, 32, 8, 3, 8),
     ),
 }  # fmt: skip
+ALONE = ForwardLaunch(swizzle=1, resident=True, turns=False, loader_warps=1, apart=True)
+HOPPER_CANDIDATES = tuple(
+    replace(ALONE, groups=groups, stages=stages, turns=turns, swizzle=swizzle, resident=resident)
+    for groups, stages, turns, swizzle, resident in (
+        (3, 2, False, 1, True), (3, 3, False, 1, True), (3, 4, False, 1, True), (3, 4, True, 1, True), (2, 4, False, 1, True),
+        (2, 4, True, 1, True), (2, 2, False, 1, True), (3, 4, False, 4, True), (3, 4, False, 4, False), (2, 2, True, 4, False),
+    )
+)  # fmt: skip
 
 
 @jit
@@ -265,6 +277,13 @@ def tiles(record: Record, told: argparse.Namespace, device: torch.device) -> Non
                         bound = Bound(TRITON.forward(p, place, {"forward": launch}), dict(given), device)
                         bound.run(dict(given))
                         runs[launch.spell()] = lambda bound=bound, given=given: bound.run(dict(given))
+                for launch in (choose_forward(p, place), *HOPPER_CANDIDATES) if fp8 and place.arch == 90 else ():
+                    if f"hopper {launch.spell()}" in runs or forward_shared_bytes(p, launch) > place.smem_bytes:
+                        continue
+                    with record.attempt(**row, tile=launch.spell()):
+                        bound = Bound(HOPPER.forward(p, place, launch), dict(given), device)
+                        bound.run(dict(given))
+                        runs[f"hopper {launch.spell()}"] = lambda bound=bound, given=given: bound.run(dict(given))
                 for tile, ms in timed(runs, max(2, told.rounds // 2), device).items():
                     print(*row.values(), tile, f"{ms:.4f}", flush=True)
                     record.add({**row, "tile": tile, "ms": f"{ms:.4f}"})

@@ -78,7 +78,9 @@ def demo(
 
 @app.command()
 def explain(
-    spelling: Annotated[str, typer.Argument(help="A problem, such as 'attention(q=1x4096x16x128,kv=4096x16x128,bf16)'.")],
+    spelling: Annotated[
+        str, typer.Argument(help="A problem, such as 'attention(q=1x4096x16x128,kv=4096x16x128,bf16)', or 'cached(...)'.")
+    ],
     device: Annotated[str | None, typer.Option(help="sm90, H100, cpu, ...; default: this machine's.")] = None,
 ) -> None:
     """Show which backend, kernels and tiles run a problem, why the others don't, and what it costs at least."""
@@ -89,7 +91,8 @@ def explain(
 def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for flashtile_attention.c and .h.")],
     problem: Annotated[
-        list[str], typer.Option(help="'attention(...)', its sizes standing for any, or NAME=...; may be repeated.")
+        list[str],
+        typer.Option(help="'attention(...)' or 'cached(...)', its sizes standing for any, or NAME=...; may be repeated."),
     ] = [],  # noqa: B006 (typer's way to say "none")
     arch: Annotated[list[str], typer.Option(help="sm_80, sm_90, ...; may be repeated.")] = ["sm_80", "sm_90"],  # noqa: B006
     layout: Annotated[str, typer.Option(help="bshd, bhsd, or llmc: q, k and v in one tensor, as llm.c has them.")] = "bshd",

@@ -74,6 +74,16 @@ def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: D
     raise NotSupported(f"{what} of {problem.spell()} on {device.target}", reasons)
 
 
+@remembered(4096, "plans of forwards with statistics")
+def plan_watched(problem: AttentionProblem, device: Device, wanted: frozenset[str], backend: str | None = None) -> Plan | None:
+    """The plan of the forward, by the backend that runs it, which keeps these statistics; None where it cannot."""
+    chosen, direction = select(problem, device, backend), Direction(wanted=wanted)
+    offered = chosen.passes.get("watched")
+    if offered is None or offered.unsupported(problem, device, direction):
+        return None
+    return offered.plan(problem, device, direction)
+
+
 @remembered(4096, "plans over caches")
 def plan_cached(problem: CachedProblem | AppendProblem, device: Device, backend: str | None = None) -> Plan:
     """The first backend's plan of attention over a cache, or of an append, or the named one's.

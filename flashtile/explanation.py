@@ -12,6 +12,7 @@ from flashtile.plan.backend import Backend, Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.device import CARDS, NAMED, Device
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import CachedProblem, why_split
 from flashtile.problem.dtype import DType
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.triton_glue import language as _triton
@@ -67,6 +68,43 @@ class Explanation:
         return text
 
 
+@dataclass(frozen=True, repr=False, eq=False)
+class CachedExplanation:
+    """What `explain` found of attention over a key/value cache, which has no backward of its own; shown as `Explanation` is."""
+
+    problem: CachedProblem
+    device: Device
+    forward: Plan
+    refusals: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        lines = [self.problem.spell(), f"on {_name(self.device)}", "", f"forward: {self.forward.backend}"]
+        costs = self.problem.attention.flops("forward"), self.problem.bytes
+        arithmetic = _arithmetic_ms(self.problem.attention, self.device, "forward")
+        made = [_call_line(call) for call in self.forward.calls] + list(self.forward.notes)
+        made += [why_split(self.problem), f"{_bound_line(*costs, arithmetic, self.device)}, of items of all rows"]
+        if self.forward.scratch_bytes:
+            made.append(f"scratch {_scaled(self.forward.scratch_bytes, 'B')}")
+        lines += [f"  {line}" for line in made]
+        if self.refusals:
+            lines += ["", "other backends", *(f"  {name}: {line}" for name, why in self.refusals.items() for line in why)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+    __rich__ = Explanation.__rich__
+
+
+def explain_cached(problem: CachedProblem, place: Device, backend: str | None) -> CachedExplanation:
+    """How a problem over a cache runs there."""
+    chosen = dispatch.plan_cached(problem, place, backend)
+    others: dict[str, tuple[str, ...]] = {}
+    for one in dispatch.BACKENDS:
+        if one.name != chosen.backend:
+            able = f"options.backend asks for {chosen.backend}" if backend else f"{chosen.backend} comes first"
+            others[one.name] = tuple(one.unsupported_cached(problem, place)) or (f"could run it, but {able}",)
+    return CachedExplanation(problem, place, chosen, others)
+
+
 def explain(
     problem: Any,
     k: Any = None,
@@ -83,10 +121,11 @@ def explain(
     return_lse: bool = False,
     options: Options | None = None,
     **lengths: Any,
-) -> Explanation:
+) -> Explanation | CachedExplanation:
     """An Explanation: backends, kernels, tiles, FLOPs, bytes and roofline time of a problem; nothing is launched.
 
-    problem: an AttentionProblem, its spelling, or the tensor q, followed by k, v and the arguments of `attention`.
+    problem: an AttentionProblem or a CachedProblem, its spelling, or the tensor q, followed by k, v and the arguments of
+        `attention`, or by a `PagedCache` and those of its `attention`.
     lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`; and
         q_scale, k_scale, v_scale.
     device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
@@ -94,16 +133,17 @@ def explain(
     Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only. Without Triton (macOS,
     Windows) it says which backend of a GPU would run, and what the problem costs, but not its kernels and tiles.
     """
+    asked = dict(causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, return_lse=return_lse)
+    cached = _over_a_cache((problem, k, v), dropout, {**asked, **lengths}, options, device)
+    if cached is not None:
+        return cached
     check_names("explain", lengths, LENGTHS | SCALES, ARGUMENTS)
     scales = {name: lengths.pop(name) for name in SCALES if name in lengths}
     options = DEFAULT if options is None else options
     wanted, layout, gathered = frozenset("qkv"), None, tuple[str, ...]()
     if isinstance(problem, (str, AttentionProblem)):
         given = {"k": k, "v": v, "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale}
-        given.update(sink=sink, dropout=dropout, return_lse=return_lse, **lengths, **scales)
-        for name, value in given.items():
-            if value is not None and value is not False and value != ():
-                raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
+        _check_alone({**given, "sink": sink, "dropout": dropout, "return_lse": return_lse, **lengths, **scales})
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = _device(device) or _this_machine()
     else:
@@ -147,6 +187,33 @@ def explain(
         {b.name: _refusal(b, described, place, options, chosen) for b in dispatch.BACKENDS if b is not chosen},
         (*gathered, *_copies(forward, layout), *_layout_notes(layout, forward.backend)) if layout else (),
     )
+
+
+def _over_a_cache(
+    three: tuple[Any, Any, Any], dropout: Any, asked: dict[str, Any], options: Options | None, device: Device | str | None
+) -> CachedExplanation | None:
+    """The explanation of a problem over a cache, its spelling, or a call; None of anything else. three: `explain`'s first."""
+    problem, k, v = three
+    backend = None if options is None else options.backend
+    if isinstance(problem, CachedProblem) or (isinstance(problem, str) and problem.strip().startswith("cached(")):
+        _check_alone({"k": k, "v": v, "dropout": dropout, **asked})
+        cached = CachedProblem.parse(problem) if isinstance(problem, str) else problem
+        return explain_cached(cached, _device(device) or _this_machine(), backend)
+    if k is None or not hasattr(k, "page_table"):
+        return None
+    if v is not None or dropout is not None:
+        raise InvalidProblem(f"{'dropout' if v is None else 'v'} is given beside a PagedCache, which has none.")
+    from flashtile.torch.execute.bound import device_of
+
+    cached = k.problem(problem, **asked, options=options)
+    return explain_cached(cached, _device(device) or device_of(k.k.device), backend)
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    """Raise InvalidProblem for what is given besides a problem."""
+    for name, value in given.items():
+        if value is not None and value is not False and value != ():
+            raise InvalidProblem(f"{name} is given besides a problem; the problem itself must say it.")
 
 
 def _without_triton(problem: AttentionProblem, place: Device, options: Options) -> tuple[Backend, Plan, Plan] | None:
@@ -222,12 +289,15 @@ def _call_line(call: KernelCall | HostCall) -> str:
 
 
 def _cost_line(problem: AttentionProblem, device: Device, direction: Literal["forward", "backward"]) -> str:
-    flops, size = problem.flops(direction), problem.bytes(direction)
+    return _bound_line(problem.flops(direction), problem.bytes(direction), _arithmetic_ms(problem, device, direction), device)
+
+
+def _bound_line(flops: int, size: int, arithmetic: float | None, device: Device) -> str:
     line = f"{_scaled(flops, 'FLOP')}, {_scaled(size, 'B')}"
     if size:
         line += f", {flops / size:.1f} FLOP/B"
     bounds = {
-        "arithmetic": _arithmetic_ms(problem, device, direction),
+        "arithmetic": arithmetic,
         "memory": None if device.peak_gbps is None else size / (device.peak_gbps * 1e6),
     }
     known = {name: ms for name, ms in bounds.items() if ms is not None}

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from gluon_emulator.machine import WARPGROUP, Barriers, Memory, Scalar, here, uint32, uint64  # noqa: F401 (kernels read both)
+from gluon_emulator.machine import WARPGROUP, Barriers, Memory, Scalar, here, nothing, uint32, uint64  # noqa: F401 (kernels read both)
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-int16, int32, int64 = torch.int16, torch.int32, torch.int64
+int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
+uint8, float8e4nv, float8e5 = torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2
 tensor = shared_memory_descriptor = object  # annotations
 static_range = range = range
 
@@ -119,7 +120,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object 
     """Barriers where 64-bit integers are asked for."""
     if dtype == int64:
         return Barriers(shape[0])
-    return Memory(torch.full(shape, float("nan") if dtype.is_floating_point else -9, dtype=dtype))
+    return Memory(torch.full(shape, nothing(dtype), dtype=dtype))
 
 
 def warp_specialize(parts: list[Any], num_warps: list[int], num_registers: list[int]) -> None:

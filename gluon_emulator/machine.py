@@ -417,9 +417,13 @@ class Product:
         for operand, before in zip(self.operands, self.issued, strict=True):
             assert torch.equal(_bits(operand), before), "an operand changed while its product was under way"
         a, b = (x.tensor if isinstance(x, Memory) else x for x in self.operands)
+        start = self.start.value if isinstance(self.start, Product) else self.start
+        if a.dtype.itemsize == 1:
+            self.result = _cut_off_sums(a.double(), b.double(), start)
+            return
         self.result = (a.double() @ b.double()).float()  # on every CPU the same
-        if self.start is not None:
-            self.result = self.result + (self.start.value if isinstance(self.start, Product) else self.start)
+        if start is not None:
+            self.result = self.result + start
 
     @property
     def value(self) -> torch.Tensor:
@@ -427,7 +431,21 @@ class Product:
         return self.result
 
 
+def nothing(dtype: torch.dtype) -> float:
+    """What memory holds that nothing wrote: NaN, also as a byte of e4m3 or e5m2."""
+    return float("nan") if dtype.is_floating_point else 255 if dtype is torch.uint8 else -9
+
+
+def _cut_off_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
+    """A product of 8-bit operands: of every 32 terms the unit's sum, and what that is added to, keep 13 bits of fraction."""
+    total = torch.zeros(a.shape[0], b.shape[1]) if start is None else start
+    for first in range(0, a.shape[1], 32):
+        total = (total.double() + a[:, first : first + 32] @ b[first : first + 32]).float()
+        total = (total.view(torch.int32) & ~0x3FF).view(torch.float32)
+    return total
+
+
 def _bits(operand: Memory | torch.Tensor) -> torch.Tensor:
-    """A 16-bit operand as integers, which compare where NaN does not."""
+    """An operand as integers, which compare where NaN does not."""
     tensor = operand.tensor if isinstance(operand, Memory) else operand
-    return tensor.view(torch.int16)
+    return tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.uint8)

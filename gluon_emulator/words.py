@@ -7,7 +7,7 @@ from typing import Any
 
 from gluon_emulator import language
 from gluon_emulator.launch import Described
-from gluon_emulator.machine import Barrier, Memory, Product, here
+from gluon_emulator.machine import Barrier, Memory, Product, here, nothing
 
 
 class mbarrier:  # noqa: N801 (as Gluon spells it)
@@ -44,7 +44,7 @@ def tma_load(source: Described, coordinates: list[Any], barrier: Barrier, tile: 
     outside, inside = source.overlap(coordinates)
     target = tile.tensor.view(source.block)
     tile.check_read()
-    target.fill_(float("nan"))
+    target.fill_(nothing(target.dtype))
 
     def fill() -> None:
         target.zero_()

@@ -13,9 +13,15 @@ from tools.companion_tables import read
 ROOT = Path(__file__).parent.parent
 LINES, COLUMNS, WORDS = 140, 160, 40
 GUIDES = ("tutorials", "how-to", "explanation", "reference", ".")
-ELSEWHERE = {"architecture.md", "add-a-feature.md", "benchmarks.md", "goals.md"}  # for who changes the code, or generated
-FOUND = (path for kind in GUIDES for path in sorted((ROOT / "docs" / kind).glob("*.md")) if path.name not in ELSEWHERE)
-PAGES = ["README.md", "CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in FOUND)]
+GENERATED = {"benchmarks.md", "goals.md"}  # the lab's pages are records, one entry an experiment
+FOUND = (path for kind in GUIDES for path in sorted((ROOT / "docs" / kind).glob("*.md")) if path.name not in GENERATED)
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "examples/README.md",
+    *(path.relative_to(ROOT).as_posix() for path in FOUND),
+]
 MEASURED_ON = {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -13,11 +13,8 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
-from flashtile.errors import NotSupported
-from flashtile.problem.options import Variant
 from tools import companion_tables
 from tools.companion_tables import Row, read
-from tools.evidence import Evidence, cell
 
 CARD = "h100"  # every figure of README is of this card; that no other can slip in is tested
 FIGURE = "hopper-fa3-paper"  # the suite of the figure, at its longest sequences
@@ -44,6 +41,8 @@ FEATURES = {  # rows of docs/support.md -> what README calls them
     "predicates": "masks of your own",
     "bias, its gradient": "bias, its gradient",
     "deterministic backward": "repeatable gradients",
+    "the second derivative": "second derivatives",
+    "fp8 products": "fp8 products, forward only",
     "paged cache, forward": "decoding from a paged cache",
 }
 
@@ -51,24 +50,14 @@ FEATURES = {  # rows of docs/support.md -> what README calls them
 # -- what runs where ------------------------------------------------------------------------------------------------
 
 
-def support(features: Iterable[tuple[str, str, Variant]], proof: Sequence[Evidence]) -> str:
-    """Some rows of the support matrix: run, built or refused."""
-    problems = {name: (spelling, variant) for name, spelling, variant in features}
+def support(said: Mapping[str, Sequence[str]]) -> str:
+    """Some rows of the support matrix: run, built or refused. said: what the matrix says of each feature on each target."""
     targets = ("cpu", *TARGETS)
     lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
     for feature, name in FEATURES.items():
-        spelling, variant = problems[feature]
-        words = [_word(spelling, variant, target, proof) for target in targets]
+        words = ["refused" if cell == "refused" else "built" if "compiled for" in cell else "run" for cell in said[feature]]
         lines.append(f"| {name} | {' | '.join(words)} |")
     return "\n".join([*lines, ""])
-
-
-def _word(spelling: str, variant: Variant, target: str, proof: Sequence[Evidence]) -> str:
-    try:
-        said = cell(spelling, variant, target, proof)
-    except NotSupported:
-        return "refused"
-    return "built" if "compiled for" in said else "run"
 
 
 # -- how fast -------------------------------------------------------------------------------------------------------

@@ -104,9 +104,40 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
 PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
 
 
+Told = list[tuple[str, str, str]]
+
+
+def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Told]:
+    """What is said of each feature on each target; why it is refused there; what Hopper's kernels leave to others, and why."""
+    targets, rows = ("cpu", *TARGETS), dict[str, list[str]]()
+    refused, left = Told(), Told()
+    for feature, spelling, variant in FEATURES:
+        cells = list[str]()
+        for target in targets:
+            try:
+                cells.append(cell(spelling, variant, target, proof))
+            except NotSupported as refusal:
+                refused.append((feature, target, told_of(refusal, target)))
+                cells.append("refused")
+            else:
+                left += [(feature, *told) for told in left_by_hopper(evidence.problem_of(spelling), variant, target)]
+        rows[feature] = cells
+    for name, (what, _) in PASSES.items():
+        cells = list[str]()
+        for target in targets:
+            try:
+                backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
+                ran = target == "cpu" or evidence.has_passed(RESULTS, name, target)
+                cells.append(f"{'run on' if ran else 'compiled for'} ({backend})")
+            except NotSupported as refusal:
+                refused.append((what, target, told_of(refusal, target)))
+                cells.append("refused")
+        rows[what] = cells
+    return rows, refused, left
+
+
 def support(proof: Iterable[Evidence]) -> str:
     """The support matrix as markdown."""
-    targets, proof = ("cpu", *TARGETS), tuple(proof)
     lines = [
         "# What runs where",
         "",
@@ -120,32 +151,9 @@ def support(proof: Iterable[Evidence]) -> str:
         "has at most 10^9 floating-point operations, counted without the mask: batch x heads x queries x keys x 2 x (head_dim",
         "+ head_dim_v).",
     ]
-    rows = dict[str, str]()
-    refused, left = list[tuple[str, str, str]](), list[tuple[str, str, str]]()
-    for feature, spelling, variant in FEATURES:
-        cells = list[str]()
-        for target in targets:
-            try:
-                cells.append(cell(spelling, variant, target, proof))
-            except NotSupported as refusal:
-                refused.append((feature, target, told_of(refusal, target)))
-                cells.append("refused")
-            else:
-                left += [(feature, *told) for told in left_by_hopper(evidence.problem_of(spelling), variant, target)]
-        rows[feature] = f"| {feature} | " + " | ".join(cells) + " |"
-    for name, (what, _) in PASSES.items():
-        cells = list[str]()
-        for target in targets:
-            try:
-                backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
-                ran = target == "cpu" or evidence.has_passed(RESULTS, name, target)
-                cells.append(f"{'run on' if ran else 'compiled for'} ({backend})")
-            except NotSupported as refusal:
-                refused.append((what, target, told_of(refusal, target)))
-                cells.append("refused")
-        rows[what] = f"| {what} | " + " | ".join(cells) + " |"
-    header = ("| feature | " + " | ".join(targets) + " |", "| --- |" + " --- |" * len(targets))
-    lines += support_tables.grouped(header, rows)
+    rows, refused, left = matrix(tuple(proof))
+    header = ("| feature | " + " | ".join(("cpu", *TARGETS)) + " |", "| --- |" + " --- |" * (1 + len(TARGETS)))
+    lines += support_tables.grouped(header, {name: f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()})
     lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
     lines += support_tables.refusals(refused)
     lines += support_tables.left(left)
@@ -185,9 +193,8 @@ def is_bench(file: Path) -> bool:
 
 def readme(text: str) -> str:
     """README's text with its generated parts as the results and the backends now say."""
-    proof = tuple(evidence.read(RESULTS))
     parts = {
-        "support": "\n" + front_page.support(FEATURES, proof),
+        "support": "\n" + front_page.support(matrix(tuple(evidence.read(RESULTS)))[0]),
         "speed": "\n" + front_page.speed(RESULTS),
         "slower": "\n" + front_page.slower(RESULTS),
         "field": front_page.field_tests(RESULTS),

@@ -18,7 +18,7 @@ _LABEL = re.compile(r"^\s*(\.L\w+):")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _NAME = re.compile(r"(?<![A-Z0-9_])(UR\d+|UP\d)(?!\d)")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
-_DESCRIPTOR = re.compile(r"HGMMA\S*\s+\S+?,\s*(R\d+,\s*)?gdesc\[UR(\d+)\]")
+_DESCRIPTOR = re.compile(r"[HQ]GMMA\S*\s+\S+?,\s*(R\d+,\s*)?gdesc\[UR(\d+)\]")
 _DESTINATION = re.compile(r"UR\d+|URZ|UP\d|UPT|P\d|PT")
 
 Value = int  # the number of a way to compute something

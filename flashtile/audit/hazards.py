@@ -140,7 +140,7 @@ def _instructions(sass: str) -> Iterator[Instruction | None]:
             barrier = re.search(r"SB(\d), 0x0\b", operands)
             waits = (int(barrier.group(1)),) if barrier else ()
             opcode = "NOP"
-        if not opcode.startswith("HGMMA"):
+        if not opcode.startswith(("HGMMA", "QGMMA")):
             split = tuple(x.strip() for x in re.split(r",(?![^\[(]*[\])])", operands))
             yield Instruction(place, guard, opcode, split, control >> 5 & 7, control >> 8 & 7, waits)
         if opcode in _LEAVES and "@" not in line:

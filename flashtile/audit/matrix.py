@@ -31,7 +31,7 @@ from flashtile.audit.descriptors import suspicious_operands
 from flashtile.audit.fragments import short_sums
 from flashtile.audit.hazards import overwritten_operands
 from flashtile.dispatch import BACKENDS, backend_named
-from flashtile.plan.backend import Direction, Gradients
+from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, named
 from flashtile.problem.attention import AttentionProblem
@@ -165,6 +165,10 @@ def directed_problems() -> Iterator[str]:
     yield "attention(q=2x2048x8x64,kv=2048x2x64,fp32,band=:0,tf32x3)"
 
 
+# What is asked of passes beyond forward and backward.
+WANTED = {"second": "qkv", "entropy": "qk", "statistics": (*ROW_STATISTICS, "mass"), "watched": ROW_STATISTICS}
+
+
 def plan_of(job: Job) -> Plan:
     """The plan that holds the kernel of a job."""
     return _plan(replace(job, index=0))
@@ -176,8 +180,9 @@ def _plan(first: Job) -> Plan:
     if not first.variant:
         return backend.forward(problem, device)
     if first.variant in backend.passes:
-        second = first.variant == "second"
-        given = Direction(frozenset("qkv"), frozenset({"dout"} if second else ()), frozenset("qkv" if second else ""))
+        second, wanted = first.variant == "second", WANTED.get(first.variant, ())
+        moved = "qkv" if first.variant in ("tangent", "second") else ""
+        given = Direction(frozenset(moved), frozenset({"dout"} if second else ()), frozenset(wanted))
         return backend.passes[first.variant].plan(problem, device, given)
     return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, first.variant))
 

@@ -37,6 +37,35 @@ LENGTHS = (1, 2, 48, 96, 100, 192, 256, 1040, 1056, 1088, 1100, 1152, 4096)
 DRAWN = 2000  # sizes besides, where a modifier's gradient has ways of its own for products of them
 
 
+def check_exported(p: AttentionProblem, spelling: str, lengths: bool = False) -> None:
+    """Raise NotSupported for what no C function has; lengths: whether items of unlike lengths are known to it."""
+    reasons: list[str] = []
+    if p.lengths.ragged and not lengths:
+        reasons.append("items differ in length")
+    if p.where or p.blocks is not None:
+        reasons.append("the mask has predicates or block lists")
+    if any(c.index is not None for spec in p.score for c in spec.kind.captured):
+        reasons.append("a captured tensor's shape has nothing to do with the sizes")
+    if reasons:
+        raise NotSupported(spelling, {"export": reasons})
+
+
+def at_sizes(p: AttentionProblem, batch: int, seqlen_q: int, seqlen_k: int, heads_kv: int) -> AttentionProblem:
+    """The problem, and the tensors that it captures, of other sizes; heads that share keys stay as many."""
+    scores = (batch, heads_kv * p.group, seqlen_q, seqlen_k)
+    score = tuple(
+        replace(spec, tensors=tuple(
+            replace(t, shape=tuple(1 if c.broadcast and n == 1 else size for n, size in zip(t.shape, scores, strict=False)))
+            for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
+        ))
+        for spec in p.score
+    )  # fmt: skip
+    sink = None if p.sink is None else replace(p.sink, shape=scores[1:2])
+    return replace(
+        p, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=scores[1], heads_kv=heads_kv, score=score, sink=sink
+    )
+
+
 @dataclass(frozen=True)
 class AttentionExport:
     """A problem, whose sizes stand for any, in a layout.
@@ -51,20 +80,11 @@ class AttentionExport:
 
     def __post_init__(self) -> None:
         p = self.problem
-        reasons: list[str] = []
-        if p.lengths.ragged:
-            reasons.append("items differ in length")
-        if p.where or p.blocks is not None:
-            reasons.append("the mask has predicates or block lists")
-        if any(c.index is not None for spec in p.score for c in spec.kind.captured):
-            reasons.append("a captured tensor's shape has nothing to do with the sizes")
-        if self.layout == "llmc":
-            if p.group != 1 or p.head_dim != p.head_dim_v or p.seqlen_q != p.seqlen_k:
-                raise InvalidProblem(
-                    f"layout is 'llmc' and the problem {p.spell()}; its q, k and v must have equal heads, head_dim and length."
-                )
-        if reasons:
-            raise NotSupported(p.spell(), {"export": reasons})
+        check_exported(p, p.spell())
+        if self.layout == "llmc" and (p.group != 1 or p.head_dim != p.head_dim_v or p.seqlen_q != p.seqlen_k):
+            raise InvalidProblem(
+                f"layout is 'llmc' and the problem {p.spell()}; its q, k and v must have equal heads, head_dim and length."
+            )
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -72,30 +92,10 @@ class AttentionExport:
 
     def at(self, sizes: Sizes) -> AttentionProblem:
         """The problem of these sizes."""
-        p = self.problem
-        heads_kv = sizes[self.sizes[-1]]
         seqlen_q, seqlen_k = (sizes["seqlen"],) * 2 if self.layout == "llmc" else (sizes["seqlen_q"], sizes["seqlen_k"])
-        scores = (sizes["batch"], heads_kv * p.group, seqlen_q, seqlen_k)
-        score = tuple(
-            replace(spec, tensors=tuple(
-                replace(t, shape=tuple(1 if c.broadcast and n == 1 else size for n, size in zip(t.shape, scores, strict=False)))
-                for c, t in zip(spec.kind.captured, spec.tensors, strict=True)
-            ))
-            for spec in p.score
-        )  # fmt: skip
-        sink = None if p.sink is None else replace(p.sink, shape=scores[1:2])
-        return replace(
-            p,
-            batch=scores[0],
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            heads_q=scores[1],
-            heads_kv=heads_kv,
-            score=score,
-            sink=sink,
-        )
+        return at_sizes(self.problem, sizes["batch"], seqlen_q, seqlen_k, sizes[self.sizes[-1]])
 
-    def strides(self, buffer: Buffer) -> tuple[int, ...]:
+    def strides(self, buffer: Buffer, sizes: Sizes) -> tuple[int, ...]:
         """Those of a tensor of the plan. What is scratch, or has no axis of tokens, is dense."""
         if buffer.role == "scratch" or buffer.name.removeprefix("d") not in TOKENS:
             return contiguous(buffer.shape)

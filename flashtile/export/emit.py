@@ -297,10 +297,10 @@ def header(planned: Sequence[Planned], declarations: str) -> str:
         path = next(p.path for p in planned if p.entry is entry)
         sizes = ", ".join(f"int64_t {name}" for name in entry.sizes)
         written = {one.buffer.over for one in path.steps.laid}
-        members = "".join(_member(one, one.name in written) for one in tensors_of(path.steps))
+        members = "".join(_member(one, one.name in written, entry.shown) for one in tensors_of(path.steps))
         text.append(f"""\
 /* {entry.direction} of {entry.spelling},
-   whose sizes come at run time: {", ".join(entry.sizes)}. */
+   whose sizes come at run time: {", ".join(entry.sizes)}.{_noted(entry)} */
 typedef struct flashtile_{entry.name}_tensors {{
 {members}}} flashtile_{entry.name}_tensors;
 flashtile_status flashtile_{entry.name}(const flashtile_{entry.name}_tensors *tensors, {sizes},
@@ -312,8 +312,14 @@ flashtile_status flashtile_{entry.name}_scratch({sizes}, size_t *bytes);
     return "\n".join(text)
 
 
-def _member(one: Laid, written: bool) -> str:
+def _noted(entry: Entry) -> str:
+    return "\n" + entry.note.rstrip() if entry.note else ""
+
+
+def _member(one: Laid, written: bool, shown: Sequence[tuple[str, str]]) -> str:
     shape, strides = ", ".join(map(in_c, one.buffer.shape)), ", ".join(map(in_c, one.strides))
+    for expression, instead in shown:
+        strides = strides.replace(expression, instead)
     kind = "const void" if one.buffer.role == "input" and not written else "void"
     use = ("written over" if written else "read") if one.buffer.role == "input" else "written"
     return f"    {kind} *{identifier(one.name)}; /* {one.buffer.dtype} ({shape}), strides ({strides}); {use} */\n"

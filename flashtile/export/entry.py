@@ -48,12 +48,13 @@ class Entry:
     """One C function.
 
     sizes: the names of those that the caller gives, each at least 1. derived: of those that the run-time finds, in order.
-    plan(sizes, device): the plan, of Sizes or of integers alike. strides(buffer): those of a buffer of such a plan.
+    plan(sizes, device): the plan, of Sizes or of integers alike. strides(buffer, sizes): those of a buffer of such a plan.
     broadcast(name): which axes of a captured tensor have one element whatever the sizes.
     samples(device): sizes, derived ones too, at which plans are made; `explore` adds those that their guards ask for.
     complete(sizes, device): sizes that a caller gives with all that the run-time may find for the derived ones; none where
         no problem has them.
     derive: C statements that fill in the derived sizes.
+    shown: expressions of derived sizes, and what the header says instead. note: more lines for the header.
     """
 
     name: str
@@ -62,12 +63,14 @@ class Entry:
     sizes: tuple[str, ...]
     derived: tuple[str, ...]
     plan: Callable[[Sizes, Device], Plan]
-    strides: Callable[[Buffer], tuple[int, ...]]
+    strides: Callable[[Buffer, Sizes], tuple[int, ...]]
     broadcast: Callable[[str], tuple[bool, ...]]
     samples: Callable[[Device], list[dict[str, int]]]
     complete: Callable[[Sizes, Device], list[dict[str, int]]]
     derive: str
     schedule: AttentionProblem | None = None  # the problem whose tile is chosen at run time
+    shown: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Path:
         return all(guard.met(sizes) for guard in self.guards)
 
 
-def steps_of(entry: Entry, plan: Plan) -> Steps:
+def steps_of(entry: Entry, plan: Plan, sizes: Sizes) -> Steps:
     """The plan's buffers and calls. Raises NotSupported for what only Python computes, InvalidProblem for numbers too large."""
-    laid = {b.name: Laid(b, entry.strides(b)) for b in plan.buffers}
+    laid = {b.name: Laid(b, entry.strides(b, sizes)) for b in plan.buffers}
 
     def resolve(arg: Any) -> Any:
         if isinstance(arg, Strides):
@@ -135,7 +138,7 @@ def trace(entry: Entry, device: Device, sizes: Sizes) -> Path | None:
     tracer = Trace()
     unknown = {name: tracer.size(name, sizes[name]) for name in (*entry.sizes, *entry.derived)}
     plan = entry.plan(unknown, device)
-    steps = steps_of(entry, plan)
+    steps = steps_of(entry, plan, unknown)
     guards = tuple(tracer.guards)
     numbers: list[int] = []
     for call in steps.calls:
@@ -164,7 +167,7 @@ def explore(entry: Entry, device: Device) -> list[Path]:
             known.add(path)
             others = (other for guard in path.guards for name in entry.sizes for other in guard.turned(sizes, name))
             pending += [sizes for other in others for sizes in entry.complete(other, device)]
-        if at(path.steps, sizes) != steps_of(entry, entry.plan(sizes, device)):
+        if at(path.steps, sizes) != steps_of(entry, entry.plan(sizes, device), sizes):
             raise AssertionError(f"{entry.name}: the plan of expressions is another one at {sizes}.")
     return known.paths
 

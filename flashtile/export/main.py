@@ -10,12 +10,14 @@ from pathlib import Path
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export import llmc
 from flashtile.export.attention import LAYOUTS, AttentionExport, Layout, entries
+from flashtile.export.cached import CachedExport, cached_entries
 from flashtile.export.entry import Entry
 from flashtile.export.op import CompanionExport, companion_entries
 from flashtile.export.op import name_of as name_of_companion
 from flashtile.output import prepare
 from flashtile.plan.device import NAMED, Device, named
 from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import CachedProblem
 from flashtile.problem.op import Companion
 from flashtile.triton_glue import language as _triton
 
@@ -27,9 +29,10 @@ class Request:
     """What is to be exported.
 
     problems: spellings, each with a name before it if it is to have another than its own: "NAME=attention(...)". Sizes in
-        them stand for any. With the layout "llmc" and none of them, llm.c's: causal, head_dim 64 and 128, every dtype.
+        them stand for any; of "cached(...)" the rows of a page and `split` stay. With the layout "llmc" and none of them,
+        llm.c's: causal, head_dim 64 and 128, every dtype.
     architectures: as "sm_90".
-    layout: of attention's tensors; "bshd", "bhsd" or "llmc".
+    layout: of attention's tensors, if no cache is among them; "bshd", "bhsd" or "llmc".
     """
 
     problems: tuple[str, ...]
@@ -72,11 +75,26 @@ def name_of(p: AttentionProblem) -> str:
     return "_".join(words)
 
 
+def name_of_cached(problem: CachedProblem) -> str:
+    """The same of a problem over a cache, which has the forward and the append."""
+    pages = problem.pages
+    words = [name_of(problem.attention).replace("attention", "cached", 1)]
+    words += [f"page{pages.page_size}" if pages.table else "contiguous"]
+    words += ["first"] if pages.first else []
+    words += ["packed"] if problem.attention.lengths.varlen else []
+    words += [f"split{problem.split}"] if problem.split else []
+    if problem.stored is not None:
+        words += [w for w in (problem.stored.dtype, problem.stored.k_scale, problem.stored.v_scale) if w]
+    return "_".join([*words, "shared"] if problem.shared else words)
+
+
 def read(spelling: str) -> tuple[str | None, str]:
     """(name or None, the problem's own spelling)."""
     found = re.fullmatch(r"(?:([A-Za-z]\w*)=)?(\w+\(.*\))", spelling.strip(), re.ASCII)
     if found is None:
-        raise InvalidProblem(f"problem is {spelling!r}; it must be 'attention(...)', or 'NAME=attention(...)'.")
+        raise InvalidProblem(
+            f"problem is {spelling!r}; it must be 'attention(...)' or 'cached(...)', or 'NAME=attention(...)'."
+        )
     return found.group(1), found.group(2)
 
 
@@ -94,6 +112,10 @@ def export(
     made: list[Entry] = []
     packed: list[AttentionProblem] = []
     for name, spelling in map(read, request.problems):
+        if spelling.startswith("cached("):
+            cached = CachedProblem.parse(spelling)
+            made += cached_entries(name or name_of_cached(cached), CachedExport(cached))
+            continue
         if not spelling.startswith("attention("):
             companion = Companion.parse(spelling)
             made += companion_entries(name or name_of_companion(companion), CompanionExport(companion))

@@ -97,7 +97,7 @@ def companion_entries(name: str, export: CompanionExport) -> list[Entry]:
     derive = "    sizes[1] = gpu->sm_count;\n    return FLASHTILE_OK;\n"
     return [
         Entry(f"{name}_{direction}", export.problem.spell(), direction, ("rows",), ("sm_count",), plan,
-              lambda b: contiguous(b.shape), lambda name: (), export.samples, export.complete, derive)
+              lambda b, sizes: contiguous(b.shape), lambda name: (), export.samples, export.complete, derive)
         for direction, plan in (("forward", export.forward), ("backward", export.backward))
     ]  # fmt: skip
 

@@ -253,7 +253,7 @@ struct plan {
     flashtile_status (*run)(struct gpu *gpu, const int64_t *sizes, const uint64_t *at, void *stream);
 };
 
-enum { MOST_SIZES = 12, MOST_BUFFERS = @MOST_BUFFERS@ };
+enum { MOST_SIZES = 20, MOST_BUFFERS = @MOST_BUFFERS@ };
 
 struct entry {
     const char *name;
@@ -283,6 +283,7 @@ static flashtile_status execute(const struct entry *entry, const int64_t *given,
             return fail(FLASHTILE_INVALID_ARGUMENT, "%s: %s is %lld; it must be from 1 to 2147483647", entry->name,
                         entry->size_names[i], (long long)given[i]);
         sizes[i] = given[i];
+        if (strstr(entry->size_names[i], "stride")) continue;
         product *= (double)given[i];
         if (strcmp(entry->size_names[i], "seqlen") == 0) product *= (double)given[i]; /* of queries and of keys */
     }

@@ -44,6 +44,8 @@ class Direction:
     last: int = 0
 
 
+ROW_STATISTICS = ("peak", "entropy")  # of rows, which a forward can keep: largest score, entropy
+
 # Passes that a backend may offer beyond forward and backward, what they are for, and what is said where one is missing.
 PASSES = {
     "tangent": (
@@ -79,9 +81,10 @@ NO_PASSES: Passes = MappingProxyType({})
 class Backend(Protocol):
     """A way to run problems. `unsupported` is read by dispatch, error texts, the support matrix and the tests.
 
-    passes: those of PASSES that there are. "tangent" goes from inputs and tangents to `out`, `lse`, `tout`, `tlse`;
-    "second" from the former, and the gradients that arrive, to the derivatives of dq, dk, dv (and `dscore.I.J`, `dsink`);
-    "statistics" from inputs and lse to `peak`, `entropy`, `mass`, "entropy" from these two and `dentropy` to gradients.
+    passes: those of PASSES that there are, and perhaps "watched". "tangent" goes from inputs and tangents to `out`, `lse`,
+    `tout`, `tlse`; "second" from the former, and the gradients that arrive, to the derivatives of dq, dk, dv (and
+    `dscore.I.J`, `dsink`); "statistics" from inputs and lse to `peak`, `entropy`, `mass`, "entropy" from these two and
+    `dentropy` to gradients; "watched" is the forward, which keeps those of ROW_STATISTICS that are wanted.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from flashtile.plan.backend import Direction, Gradients
+from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients
 from flashtile.plan.call import Buffer
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
@@ -120,7 +120,8 @@ def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
 def append_buffers(p: AppendProblem) -> tuple[Buffer, ...]:
     """Those of an append; the pools are written over, as `k_out` and `v_out`, and so are the scales of tokens."""
     pool = p.dtype.value if p.stored is None else p.stored.buffer_dtype
-    dtypes = {"slots": "int64", **{f"{n}_cache": pool for n in p.sides}, **{f"{n}_scale": "fp32" for n in p.sides}}
+    dtypes = {"slots": "int64", **dict.fromkeys(("seqused_k", "page_table", "cu_seqlens"), "int32")}
+    dtypes |= {**{f"{n}_cache": pool for n in p.sides}, **{f"{n}_scale": "fp32" for n in p.sides}}
     given = [Buffer(n, shape, dtypes.get(n, p.dtype.value), "input") for n, shape in p.shapes().items()]
     shapes = p.shapes()
     made = [Buffer(f"{n}_out", shapes[f"{n}_cache"], pool, "output", over=f"{n}_cache") for n in p.sides]
@@ -161,10 +162,15 @@ def second_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, .
 
 def statistics_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:
     """The inputs, lse, and the wanted statistics: of rows `peak` and `entropy`, of keys `mass`."""
-    rows = shapes(p)["lse"]
-    made = {"peak": rows, "entropy": rows, "mass": (p.slabs, p.heads_q, p.span_k)}
-    outputs = (Buffer(n, shape, p.sum_dtype, "output") for n, shape in made.items() if n in direction.wanted)
-    return (*input_buffers(p), Buffer("lse", rows, p.sum_dtype, "input"), *outputs)
+    outputs = list(row_statistics(p, direction.wanted))
+    if "mass" in direction.wanted:
+        outputs.append(Buffer("mass", (p.slabs, p.heads_q, p.span_k), p.sum_dtype, "output"))
+    return (*input_buffers(p), Buffer("lse", shapes(p)["lse"], p.sum_dtype, "input"), *outputs)
+
+
+def row_statistics(p: AttentionProblem, wanted: Collection[str]) -> tuple[Buffer, ...]:
+    """Those of ROW_STATISTICS that are wanted."""
+    return tuple(Buffer(n, shapes(p)["lse"], p.sum_dtype, "output") for n in ROW_STATISTICS if n in wanted)
 
 
 def entropy_buffers(p: AttentionProblem, direction: Direction) -> tuple[Buffer, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,15 @@ class Pages:
     def spell(self) -> str:
         shape = f"{self.pages}x{self.page_size}x{self.columns}"
         return f"pages={shape}{'' if self.table else ':contiguous'}{':first' if self.first else ''}"
+
+    @staticmethod
+    def parse(value: str) -> Pages:
+        """What `spell` wrote behind its "="; ValueError for what it did not."""
+        shape, *words = value.split(":")
+        if words not in ([], ["contiguous"], ["first"], ["contiguous", "first"]):
+            raise ValueError(value)
+        pages, page_size, columns = map(int, shape.split("x"))
+        return Pages(pages, page_size, columns, "contiguous" not in words, "first" in words)
 
 
 def contiguous(items: int, rows: int, batch: int, first: bool) -> Pages:
@@ -114,6 +124,17 @@ class CachedProblem:
         return [f"values that are columns of the keys may stand beside more of these: v_cache=k_cache[..., :{p.head_dim_v}]"]
 
     @property
+    def bytes(self) -> int:
+        """Fewest bytes through device memory where every item has all rows that it may have; the table is left out."""
+        p, stored = self.attention, self.stored
+        rows = p.batch * self.pages.capacity * p.heads_kv
+        size = p.dtype.size_bytes if stored is None else 1
+        columns = p.head_dim + (0 if self.shared else p.head_dim_v)
+        scales = 0 if stored is None else 4 * (stored.k_scale, stored.v_scale).count("token")
+        queries = p.slabs * p.span_q * p.heads_q
+        return rows * (columns * size + scales) + queries * ((p.head_dim + p.head_dim_v) * p.dtype.size_bytes + 4)
+
+    @property
     def splits(self) -> int:
         """Parts that an item's keys may have."""
         return parts_of(self.split, self.pages)
@@ -126,6 +147,64 @@ class CachedProblem:
         parts += ["v<k"] if self.shared else []
         parts += [] if self.addressable else ["unaligned"]
         return f"cached({','.join(parts)})"
+
+    @staticmethod
+    def parse(text: str) -> CachedProblem:
+        """The problem that `spell` wrote; "split=default" is `default_split`. Raises InvalidProblem on anything else."""
+        found = re.fullmatch(r"cached\((attention\(.*\)),(pages=[^()]*)\)", text.strip())
+        if found is None:
+            raise InvalidProblem(f"spelling is {told(text)}; it must be 'cached(attention(...),pages=PAGESxROWSxCOLUMNS,...)'.")
+        p = AttentionProblem.parse(found.group(1))
+        fields: dict[str, Any] = {}
+        for part in found.group(2).split(","):
+            name, _, value = part.partition("=")
+            try:
+                read = _PARTS[name](value) if name in _PARTS else _WORDS[part]
+            except (LookupError, ValueError) as error:
+                known = ", ".join((*(f"{n}=" for n in _PARTS), *_WORDS))
+                raise InvalidProblem(f"spelling is {told(text)}; {part!r} is none of {known}.") from error
+            if not fields.keys().isdisjoint(read):
+                raise InvalidProblem(f"spelling is {told(text)}; {name} appears twice.")
+            fields |= read
+        pages = fields["pages"]
+        if not p.lengths.used_k:
+            raise InvalidProblem(
+                f"spelling is {told(text)}; attention(...) must say used=k, for items of a cache have lengths."
+            )
+        if p.seqlen_k != pages.capacity:
+            raise InvalidProblem(
+                f"spelling is {told(text)}; attention(...) has {p.seqlen_k} keys and an item may have {pages.capacity} rows, "
+                f"{pages.columns} pages of {pages.page_size}; they must be as many."
+            )
+        if fields.get("split") is None:
+            fields["split"] = default_split(p, pages) if "split" in fields else 0
+        return CachedProblem(p, **fields)
+
+
+_PARTS: dict[str, Any] = {
+    "pages": lambda value: {"pages": Pages.parse(value)},
+    "split": lambda value: {"split": None if value == "default" else int(value)},
+    "cache": lambda value: {"stored": Stored.parse(value)},
+}
+_WORDS: dict[str, dict[str, bool]] = {"v<k": {"shared": True}, "unaligned": {"addressable": False}}
+
+
+def why_split(problem: CachedProblem) -> str:
+    """How the keys are split, and why, in words."""
+    p, pages = problem.attention, problem.pages
+    default, rows = default_split(p, pages), p.seqlen_q * p.group
+    if p.lengths.varlen:
+        why = "queries lie one after another, and how many an item has is not known"
+    elif rows > 64:
+        why = f"{rows} rows of queries share each key/value head, more than 64"
+    elif pages.capacity <= 512:
+        why = f"an item has at most {pages.capacity} keys, no more than 512"
+    else:
+        why = f"{rows} rows of queries share each key/value head, and an item may have {pages.capacity} keys"
+    how = f"{problem.splits} parts of {problem.split} keys" if problem.split else "one pass"
+    if problem.split == default:
+        return f"split: {how}, the default: {why}"
+    return f"split: {how}, as asked; by default {f'parts of {default} keys' if default else 'one pass'}: {why}"
 
 
 def default_split(p: AttentionProblem, pages: Pages) -> int:
@@ -144,12 +223,17 @@ def default_split(p: AttentionProblem, pages: Pages) -> int:
 
 @dataclass(frozen=True)
 class AppendProblem:
-    """New keys and values written into a cache, each into its slot: page * page_size + row; those of negative slots nowhere.
+    """New keys and values written into a cache: by slots, page * page_size + row, those of negative slots nowhere; or by the
+    items' lengths, each item's into the last of its rows.
 
     k is (slabs, seqlen, heads_kv, head_dim), v the same with head_dim_v, slots int64 (slabs, seqlen). Into a cache of 8 bits a
     number goes over its scale, float32 (slabs, seqlen, heads_kv) where `stored` says "head", rounded to the nearest that there
     is, the largest where it is beyond. Where it says "token" the scale is the largest number of a row over the largest stored
     one, and is written beside the row. `shared`: values are columns of keys, which alone are written.
+
+    items: how many there are, where seqused_k, int32 (items,), rows that each has with its new ones, stands for slots; item i's
+    are slab i, or, `packed`, tokens cu_seqlens[i] to cu_seqlens[i + 1] of the one slab. columns: of page_table, int32 (items,
+    columns), which names their pages; without it item i has page i. A row that an item has no page for is written nowhere.
     """
 
     slabs: int
@@ -162,6 +246,9 @@ class AppendProblem:
     page_size: int
     stored: Stored | None = None
     shared: bool = False
+    items: int | None = None
+    columns: int | None = None
+    packed: bool = False
 
     @property
     def sides(self) -> str:
@@ -176,13 +263,32 @@ class AppendProblem:
         """Of all tensors, by name."""
         new, pool = (self.slabs, self.seqlen, self.heads_kv), (self.pages, self.page_size, self.heads_kv)
         dims = {"k": self.head_dim, "v": self.head_dim_v}
-        made = {side: (*new, dims[side]) for side in self.sides}
+        made: dict[str, tuple[int, ...]] = {side: (*new, dims[side]) for side in self.sides}
         made |= {f"{side}_cache": (*pool, dims[side]) for side in self.sides}
         made |= {f"{s}_scale": new if self.scaling(s) == "head" else pool for s in self.sides if self.scaling(s)}
-        return {**made, "slots": new[:2]}
+        return made | self._places()
+
+    def _places(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that say where rows go."""
+        if self.items is None:
+            return {"slots": (self.slabs, self.seqlen)}
+        table = {} if self.columns is None else {"page_table": (self.items, self.columns)}
+        return {"seqused_k": (self.items,), **table, **({"cu_seqlens": (self.items + 1,)} if self.packed else {})}
 
     def spell(self) -> str:
         """One canonical string."""
         k, pool = "x".join(map(str, self.shapes()["k"])), "x".join(map(str, self.shapes()["k_cache"]))
-        stored = "" if self.stored is None else f",{self.stored.spell_cache()}"
-        return f"append(k={k},v={self.head_dim_v},{self.dtype.value},pool={pool}{stored}{',v<k' if self.shared else ''})"
+        parts = [f"k={k}", f"v={self.head_dim_v}", self.dtype.value, f"pool={pool}"]
+        if self.items is not None:
+            parts.append(f"items={self.items}{'' if self.columns is None else f'x{self.columns}'}{':packed' * self.packed}")
+        parts += ([] if self.stored is None else [self.stored.spell_cache()]) + ["v<k"] * self.shared
+        return f"append({','.join(parts)})"
+
+
+def append_of(problem: CachedProblem) -> AppendProblem:
+    """What writes as many new keys as there are queries, by the items' lengths, into the cache of a problem."""
+    p, pages, items = problem.attention, problem.pages, problem.attention.batch
+    return AppendProblem(
+        p.slabs, p.span_q, p.heads_kv, p.head_dim, p.head_dim_v, p.dtype, pages.pages, pages.page_size, problem.stored,
+        problem.shared, items, pages.columns if pages.table else None, p.lengths.varlen,
+    )  # fmt: skip

@@ -149,7 +149,7 @@ def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
 def descriptor_type(descriptor: Descriptor, dtype: str) -> str:
     """A descriptor in Triton's signature language."""
     block = list(descriptor.block)
-    return f"tensordesc<{dtype}{block},{tile_layout(block, dtype, descriptor.swizzled)!r}>"
+    return f"tensordesc<{INTEGERS.get(dtype, dtype)}{block},{tile_layout(block, dtype, descriptor.swizzled)!r}>"
 
 
 def source_class(kernel: Any) -> type[ASTSource]:

@@ -118,6 +118,24 @@ def pack(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_e4m3(a, b, c, d):
+    """Four float32 as bytes of an int32, the first the lowest: e4m3, rounded to nearest even, the largest for what is beyond.
+
+    Where it stands, as `pack`.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
+        "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def unpack_e4m3(words):
+    """The bytes of int32 that four neighbours, in one thread, have the same of: of each neighbour its own, as e4m3."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
 def add_pairs(a, b):
     """The sum of tensors of 16 bits, two by two, rounded once: by way of float32 it takes seven times the instructions."""
     if a.dtype == gl.bfloat16:
@@ -412,7 +430,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "raised", "rebased", "recast", "role_barrier", "scale_unless_one", "select_bits",
-    "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "warpgroup_mma", "warpgroup_mma_wait",
-    "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "scale_unless_one",
+    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
+    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

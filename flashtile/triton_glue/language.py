@@ -70,7 +70,7 @@ def tile_layout(block: list[int], dtype: str, swizzled: bool) -> Any:
     """How the bulk copy engine leaves a tile in shared memory: as matrix operands need it, or row by row."""
     from triton.experimental.gluon import language as gl
 
-    element: Any = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
+    element: Any = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32, "uint8": gl.uint8}[dtype]
     if swizzled:
         return gl.NVMMASharedLayout.get_default_for(block, element)
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=element.primitive_bitwidth, rank=len(block))

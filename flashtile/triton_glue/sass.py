@@ -44,6 +44,11 @@ def _is(opcode: str, name: str) -> bool:
     return opcode == name or opcode.startswith(name + ".")
 
 
+def _multiplies(opcode: str) -> bool:
+    """Of 16 bits, or of 8."""
+    return _is(opcode, "HGMMA") or _is(opcode, "QGMMA")
+
+
 def disassemble(compiled: Any) -> str:
     """SASS of a kernel compiled for an NVIDIA GPU, each instruction with its bits, by Triton's own disassembler."""
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +83,7 @@ def matrix_loops(sass: str) -> list[Loop]:
             branches.append((len(opcodes), branch.group(1)))
         opcodes.append(words[1] if words[0].startswith("@") else words[0])
     jumps = [(place, labels[label]) for place, label in branches]
-    loops = [(to, place + 1) for place, to in jumps if to <= place and any(_is(op, "HGMMA") for op in opcodes[to : place + 1])]
+    loops = [(to, place + 1) for place, to in jumps if to <= place and any(map(_multiplies, opcodes[to : place + 1]))]
     inner = [s for s in loops if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in loops)]
     return [
         Loop(tuple(opcodes[a:b]), tuple((place - a, to - a) for place, to in jumps if a <= place < to < b)) for a, b in inner

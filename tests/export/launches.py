@@ -29,18 +29,16 @@ active.get_current_stream = lambda device: 0
 driver.set_active(active)
 
 from flashtile.export import llmc, schedule  # noqa: E402
-from flashtile.export.attention import AttentionExport, entries  # noqa: E402
+from flashtile.export.attention import AttentionExport  # noqa: E402
 from flashtile.export.build import build, plan_all, write  # noqa: E402
 from flashtile.export.entry import Entry  # noqa: E402
-from flashtile.export.op import CompanionExport, companion_entries  # noqa: E402
 from flashtile.kernels.sm90.host.choose_forward import choose_forward  # noqa: E402
 from flashtile.plan.call import KernelCall, Plan  # noqa: E402
 from flashtile.plan.device import H100, Device  # noqa: E402
 from flashtile.problem.attention import AttentionProblem  # noqa: E402
-from flashtile.problem.op import Companion  # noqa: E402
 from flashtile.torch.execute.bound import TORCH_DTYPES, KernelLaunch  # noqa: E402
 from flashtile.triton_glue.compile import compile_call  # noqa: E402
-from tests.export.called import Export, call, load, own_plan, place  # noqa: E402
+from tests.export.called import Export, call, exported, load, own_plan, place, sizes_of  # noqa: E402
 
 COUNTS: dict[str, int] = {}  # parameters of each kernel that was launched, by name
 EARLY = Path(os.environ["EARLY"])
@@ -64,9 +62,9 @@ def filled(entry: Entry, plan: Plan, tensors: dict[str, torch.Tensor]) -> list[i
 
 
 def compare(library: Any, entry: Entry, export: Export, numbers: list[int], file: Path) -> None:
-    sizes = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": H100.sm_count}
+    sizes = sizes_of(entry, export, numbers, H100)
     plan = own_plan(entry, export, sizes, H100)
-    tensors, scratch = place(entry, plan)
+    tensors, scratch = place(entry, plan, sizes)
     expected: list[str] = []
     for step in plan.calls:
         assert isinstance(step, KernelCall)
@@ -79,7 +77,7 @@ def compare(library: Any, entry: Entry, export: Export, numbers: list[int], file
         expected += lines_of(file)
     os.environ["PARAMETERS"] = "".join(f" {name}={count}" for name, count in COUNTS.items())
     EARLY.write_text("")
-    call(library, entry, plan, numbers, tensors, scratch, None)
+    call(library, entry, plan, sizes, tensors, scratch, None)
     found = lines_of(file)
     assert EARLY.read_text().split() == [step.kernel.fn.__name__ for step in plan.calls if step.early], entry.name  # pyright: ignore
     words = [int(line.split()[2]) * int(line.split()[3]) for line in found if line.startswith("fill")]
@@ -108,7 +106,7 @@ def compare_packed(library: Any, both: list[Entry], export: AttentionExport, num
     assert stats_bytes.value == lse_bytes + (8 * batch * heads * seqlen if problem.float32_grade else 0)
     for entry, tensors in zip(both, ((out, stats, inp), (dinp, dout, inp, out, stats, scratch)), strict=True):
         plan = own_plan(entry, export, sizes, H100)
-        call(library, entry, plan, numbers, named, scratch if entry.direction == "backward" else scratch[:0], None)
+        call(library, entry, plan, sizes, named, scratch if entry.direction == "backward" else scratch[:0], None)
         expected = lines_of(file)
         more = [ctypes.c_size_t(scratch.numel())] if entry.direction == "backward" else []
         function = getattr(library, f"flashtile_attention_{entry.direction}")
@@ -121,7 +119,7 @@ def samples(entry: Entry, export: Export, sizes: list[list[int]], device: Device
     """These sizes with what the run-time finds for them."""
     found: list[dict[str, int]] = []
     for numbers in sizes:
-        given = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": device.sm_count}
+        given = sizes_of(entry, export, numbers, device)
         if isinstance(export, AttentionExport) and export.scheduled:
             problem = export.at(given)
             launch = choose_forward(problem, device)
@@ -132,13 +130,8 @@ def samples(entry: Entry, export: Export, sizes: list[list[int]], device: Device
 
 def main() -> None:
     folder, layout, spelling, *asked = sys.argv[1:]
-    export: Export
-    if spelling.startswith("attention("):
-        export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
-        made = entries(llmc.name_of(export.problem), export)
-    else:
-        export = CompanionExport(Companion.parse(spelling))
-        made = companion_entries("companion", export)
+    known = AttentionProblem.parse(spelling) if spelling.startswith("attention(") else None
+    export, made = exported("problem" if known is None else llmc.name_of(known), spelling, layout)  # pyright: ignore
     sizes = [[int(n) for n in text.split("x")] for text in asked]
     # Only the plans of these sizes are compiled; test_paths.py has the others.
     both = [replace(entry, samples=partial(samples, entry, export, sizes), complete=lambda sizes, device: []) for entry in made]

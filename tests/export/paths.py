@@ -9,13 +9,11 @@ import random
 import sys
 
 from flashtile.export import schedule
-from flashtile.export.attention import AttentionExport, entries
+from flashtile.export.attention import AttentionExport
+from flashtile.export.cached import CachedExport
 from flashtile.export.entry import Entry, at, explore, steps_of, trace
-from flashtile.export.op import CompanionExport, companion_entries
 from flashtile.plan.device import Device, named
-from flashtile.problem.attention import AttentionProblem
-from flashtile.problem.op import Companion
-from tests.export.called import Export
+from tests.export.called import Export, exported
 
 
 def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -> int:
@@ -27,26 +25,31 @@ def compare(entry: Entry, export: Export, device: Device, draw: random.Random) -
         for name in sizes:  # half of them short or long
             if "seqlen" in name and draw.random() < 0.5:
                 sizes[name] = draw.choice([draw.randint(1, 20), 128 * draw.randint(1, 600), draw.randint(1, 70000)])
+        sizes.update({name: 48 * draw.randint(1, 1000) for name in sizes if name.endswith("_stride")})
         sizes["sm_count"] = draw.choice([132, 114, 108])
         if isinstance(export, AttentionExport) and export.scheduled:
             choices = schedule.feasible(export.at(sizes)) if device.arch == 90 else [1]
             sizes.update(choice=draw.choice(choices), swizzle=draw.choice([1, 4, 16]))
+        if isinstance(export, CachedExport):
+            count = sizes["sm_count"]
+            completed = entry.complete(sizes, device)
+            if not completed:  # more rows than an item may have
+                continue
+            sizes = {**completed[0], "sm_count": count}
         fitting = [path for path in paths if path.fits(sizes)]
         if not fitting and trace(entry, device, sizes) is None:  # numbers beyond 32 bits, which the run-time refuses
             continue
         assert len(fitting) == 1, (entry.name, device.target, sizes, len(fitting))
-        assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device)), (entry.name, device.target, sizes)
+        assert at(fitting[0].steps, sizes) == steps_of(entry, entry.plan(sizes, device), sizes), (
+            entry.name,
+            device.target,
+            sizes,
+        )
     return len(paths)
 
 
 def check(layout: str, spelling: str) -> None:
-    export: Export
-    if spelling.startswith("attention("):
-        export = AttentionExport(AttentionProblem.parse(spelling), layout)  # pyright: ignore[reportArgumentType]
-        both = entries("attention", export)
-    else:
-        export = CompanionExport(Companion.parse(spelling))
-        both = companion_entries("companion", export)
+    export, both = exported("problem", spelling, layout)  # pyright: ignore[reportArgumentType]
     draw = random.Random(0)
     for target in ("sm80", "sm90"):
         for entry in both:

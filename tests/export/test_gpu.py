@@ -21,6 +21,7 @@ PROBLEMS = {
     "wide": "attention(q=1x1x2x40,kv=1x1x200,bf16)",
     "modified": "attention(q=1x1x2x32,kv=1x1x32,fp32,band=:0,score=softcap(30.0)+alibi(1x2:fp32:grad))",
     "sunk": "attention(q=1x1x2x64,kv=1x1x64,bf16,band=:0,sink=2:fp32:grad,dropout=0.1)",
+    "decode": "cached(attention(q=1x1x4x64,kv=16x1x64,bf16,band=:0,used=k),pages=1x16x1,split=128)",
     "norm": "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)",
     "cross_entropy": "cross_entropy(logits=1x5003:bf16,labels=1:int32)",
     "gelu": "dense(x=1x64:bf16,weight1=256x64:bf16,bias1=256:bf16)",
@@ -51,6 +52,10 @@ export(Request({asked!r}, ("sm_{major}{minor}",)), Path({str(folder)!r}))
 
 def fill(name: str, tensor: torch.Tensor, columns: int) -> torch.Tensor:
     """Random values of a buffer's kind."""
+    if name == "seqused_k":
+        return tensor.random_(20, 16 * 9 + 1)
+    if name == "page_table":
+        return tensor.copy_(torch.randperm(tensor.numel()).view(tensor.shape))
     if name == "labels":
         return tensor.random_(0, columns)
     if name == "seed":
@@ -67,46 +72,41 @@ def nearly(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("library", PROBLEMS, indirect=True)
 def test_c_computes_what_the_front_end_does(library: Any) -> None:
-    from flashtile.export.attention import AttentionExport, entries
-    from flashtile.export.op import CompanionExport, companion_entries
-    from flashtile.problem.attention import AttentionProblem
-    from flashtile.problem.op import Companion
     from flashtile.torch.execute.bound import Bound, device_of
-    from tests.export.called import Tensors, call, own_plan, place
+    from tests.export.called import Tensors, call, exported, own_plan, place, sizes_of
 
     name, loaded = library
     spelling, gpu, draw = PROBLEMS[name], torch.device("cuda", torch.cuda.current_device()), random.Random(0)
     torch.manual_seed(0)
-    if spelling.startswith("attention"):
-        export = AttentionExport(AttentionProblem.parse(spelling), "bshd")
-        pair = entries(name, export)
-        columns = 0
-    else:
-        export = CompanionExport(Companion.parse(spelling))
-        pair = companion_entries(name, export)
-        columns = 5003
+    export, pair = exported(name, spelling)
+    columns = 0 if spelling.startswith(("attention", "cached")) else 5003
     for turn in range(6):
         lengths = [draw.choice([1, 2, 3, 128, draw.randint(1, 700)]) for _ in range(2)]
         numbers = [draw.choice([1, 2, 5]), *lengths, draw.choice([1, 2, 5])]
         numbers = numbers if columns == 0 else [draw.choice([1, 16, 1000, 4099])]
         if turn == 0 and columns == 0:
             numbers = [2, 1024, 1024, 6]
+        if name == "decode":
+            numbers = [draw.choice([1, 5, 40]), draw.choice([1, 2, 20]), 2, 400, 9, 16 * 2 * 64, 64, 16 * 64]
         known: Tensors = {}
         for entry in pair:
-            sizes = {**dict(zip(entry.sizes, numbers, strict=True)), "sm_count": device_of(gpu).sm_count}
+            sizes = sizes_of(entry, export, numbers, device_of(gpu))
             plan = own_plan(entry, export, sizes, device_of(gpu))
-            tensors, scratch = place(entry, plan, "cuda")
+            tensors, scratch = place(entry, plan, sizes, "cuda")
             inputs = {b.name: known.get(b.name, fill(b.name, tensors[b.name], columns)) for b in plan.named("input")}
             tensors.update(inputs)
             for buffer in plan.named("output"):
                 if buffer.over is None:
                     tensors[buffer.name].fill_(float("nan"))
             scratch.fill_(0xFF)
+            before = {
+                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=gpu).copy_(t) for n, t in inputs.items()
+            }
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            call(loaded, entry, plan, numbers, tensors, scratch, stream.cuda_stream)
+            call(loaded, entry, plan, sizes, tensors, scratch, stream.cuda_stream)
             torch.cuda.current_stream().wait_stream(stream)
-            expected = Bound(plan, inputs, gpu).run(dict(inputs))
+            expected = Bound(plan, inputs, gpu).run(before)
             for buffer in plan.named("output"):
                 found, exact = tensors[buffer.name], expected[buffer.name]
                 same = nearly(found, exact) if buffer.name in ATOMIC else torch.equal(found, exact)
@@ -120,7 +120,7 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     from flashtile.export.op import CompanionExport, companion_entries
     from flashtile.problem.op import Companion
     from flashtile.torch.execute.bound import device_of
-    from tests.export.called import call, own_plan, place
+    from tests.export.called import call, own_plan, place, sizes_of
 
     _, loaded = library
     torch.ones(1, device="cuda")  # makes a context current, which C asks for
@@ -128,12 +128,13 @@ def test_it_can_be_captured_and_replayed(library: Any) -> None:
     export = CompanionExport(Companion.parse(PROBLEMS["gelu"]))
     entry = companion_entries("gelu", export)[0]
     gpu = torch.device("cuda", torch.cuda.current_device())
-    plan = own_plan(entry, export, {"rows": 100, "sm_count": device_of(gpu).sm_count}, device_of(gpu))
-    tensors, scratch = place(entry, plan, "cuda")
+    sizes = sizes_of(entry, export, [100], device_of(gpu))
+    plan = own_plan(entry, export, sizes, device_of(gpu))
+    tensors, scratch = place(entry, plan, sizes, "cuda")
     tensors["pre"].normal_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(loaded, entry, plan, [100], tensors, scratch, torch.cuda.current_stream().cuda_stream)
+        call(loaded, entry, plan, sizes, tensors, scratch, torch.cuda.current_stream().cuda_stream)
     tensors["pre"].normal_()
     graph.replay()
     exact = torch.nn.functional.gelu(tensors["pre"].double(), approximate="tanh")

@@ -28,6 +28,21 @@ from tests.export.conftest import ROOT, environment
         ("bshd", "cross_entropy(logits=1x512:fp32,labels=1:int32;reduction='mean';eager_gradient=True;inplace=True)", ("50",)),
         ("bshd", "dense(x=1x64:bf16,weight1=256x64:bf16,bias1=256:bf16)", ("1000",)),
         ("bshd", "attention(q=1x2x2x32,kv=2x1x32,bf16,score=bias(1x2x2x2:bf16:grad),dropout=0.1)", ("2x100x130x3",)),
+        (
+            "bshd",
+            "cached(attention(q=1x1x4x64,kv=16x1x64,bf16,band=:0,used=k),pages=1x16x1,split=256)",
+            ("2x3x3x100x40x4096x192x64", "64x1x2x2000x9x8192x64x1024"),
+        ),
+        (
+            "bshd",
+            "cached(attention(q=1x1x2x32,kv=16x1x32,fp32,used=k),pages=1x16x1:contiguous:first)",
+            ("5x2x3x70x8192x128x48",),
+        ),
+        (
+            "bshd",
+            "cached(attention(q=1x2x2x64,kv=3x1x64,bf16,varlen=2x3,used=k),pages=1x3x1,cache=e4m3:head:token)",
+            ("4x9x2x70x11x4096x192x64",),
+        ),
     ],
 )
 def test_c_launches_what_the_front_end_does(

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from gluon_emulator.machine import Grid
+from gluon_emulator.machine import Grid, nothing
 from tests.hopper.emulator import install
 
 install()
@@ -84,7 +84,7 @@ def expect(problem: AttentionProblem, tensors: Tensors, dlse: bool) -> Tensors:
 def poisoned(shape: Any, strides: Any, **options: Any) -> torch.Tensor:
     """Uninitialised memory that shows in every result."""
     made = EMPTY_STRIDED(shape, strides, **options)
-    return made.fill_(float("nan") if made.is_floating_point() else -9)
+    return made.fill_(nothing(made.dtype))
 
 
 EMPTY_STRIDED = torch.empty_strided

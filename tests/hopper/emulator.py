@@ -131,6 +131,16 @@ def keep_pairs(
     return lower & 0xFFFF | upper << 16
 
 
+def pack_e4m3(*four: torch.Tensor) -> torch.Tensor:
+    eight = (x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32) for x in four)
+    return sum(byte << 8 * place for place, byte in enumerate(eight))  # pyright: ignore[reportReturnType]
+
+
+def unpack_e4m3(words: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(words.shape[1]) % 4
+    return (words >> 8 * place & 255).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
 def ones(bit: torch.Tensor, below: bool) -> torch.Tensor:
     lower = (1 << bit.to(torch.int64).clamp(0, 32)) - 1
     return lower if below else lower ^ 0xFFFFFFFF
@@ -181,6 +191,8 @@ def install(seed: int = 0) -> None:
         gluon=SimpleNamespace(jit=jit, constexpr_function=unchanged),
         aggregate=unchanged,
         pack=lambda value, dtype: value.to(dtype),
+        pack_e4m3=pack_e4m3,
+        unpack_e4m3=unpack_e4m3,
         zeros_of=lambda x, total: (x.float() * 0.0 + total.float()).to(x.dtype),
         add_pairs=lambda a, b: (a.float() + b.float()).to(a.dtype),
         choose_bytes=choose_bytes,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +13,9 @@ import torch
 import flashtile
 from flashtile import Options, quantize
 from flashtile.reference.attention import attention_reference
+from flashtile.torch.api.quantize import Quantized, quantised, quantised_by_kernel
+from flashtile.torch.call.lengths import given_lengths
+from flashtile.torch.call.rows import rows_of_items
 
 FP8 = Options(precision="fp8")
 
@@ -88,6 +94,48 @@ def test_zeros_and_nothing() -> None:
     none = quantize(q[:, :0], k[:, :0], v[:, :0], method="mean+hadamard")
     assert none.q.shape == (2, 0, 4, 64)
     assert quantize(q[:0], k[:0], v[:0], method="mean").k_scale.shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", ["dense", "used", "varlen"])
+def test_the_kernel_stores_what_the_formula_does(device: torch.device, dtype: torch.dtype, lengths: str) -> None:
+    """Also beside NaN, infinity, heads of zeros, and items that share a tile."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 150, 3, 80, generator=generator) * torch.tensor([1e-3, 50.0, 0.0])[:, None]
+    x[0, 5, 1, 3], x[1, 7, 0, 0] = float("nan"), float("inf")
+    x, given = x.to(dtype), None
+    if lengths == "used":
+        given = given_lengths(seqused_k=torch.tensor([40, 150], dtype=torch.int32))
+    elif lengths == "varlen":
+        starts = torch.tensor([0, 70, 70, 290], dtype=torch.int32)
+        given, x = given_lengths(cu_seqlens_q=starts, cu_seqlens_k=starts), x.flatten(0, 1)[None]
+    items = 2 if given is None else given.batch(x)
+    mean = torch.randn(items, 3, 80, generator=generator)
+    for less in (None, mean):
+        wanted, wanted_scale = quantised(x, given, "k", less)
+        found, scale = quantised_by_kernel(x.to(device), _moved(given, device), "k", None if less is None else less.to(device))
+        assert torch.equal(scale.cpu(), wanted_scale)
+        counts = rows_of_items(x, given, "k")[1]
+        both = [t.cpu().float() for t in (found, wanted)]
+        both = both if counts is None else [t[counts] for t in both]
+        assert torch.equal(both[0].isnan(), both[1].isnan())
+        assert torch.equal(*(t.nan_to_num() for t in both))
+
+
+def _moved(given: Any, place: torch.device) -> Any:
+    return None if given is None else given_lengths(**{name: t.to(place) for name, t in given.tensors.items()})
+
+
+def test_what_is_stored_can_be_kept_in_a_file() -> None:
+    z = quantize(*inputs(), method="mean")
+    file = io.BytesIO()
+    torch.save(z, file)
+    file.seek(0)
+    for made in (pickle.loads(pickle.dumps(z)), torch.load(file), copy.deepcopy(z)):
+        assert isinstance(made, Quantized)
+        for one, other in zip(made, z, strict=True):
+            assert one.dtype is other.dtype
+            assert torch.equal(one.float(), other.float())
 
 
 def test_bad_requests_are_named() -> None:

@@ -195,9 +195,19 @@ def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "INTERPRETED", False)
     found = flashtile.explain(q, k, v, k_scale=2.0, device="H100")
     assert found.forward.backend == "triton"
-    assert "k and v are stored in e4m3; these kernels read 16 bits alone" in found.refusals["hopper"]
+    assert found.refusals["hopper"][0].startswith("k and v are stored in e4m3 and 10 query rows share them, of heads together")
+    many = flashtile.explain(q.repeat(1, 60, 1, 1), k, v, k_scale=2.0, device="H100")
+    assert (many.forward.backend, len(many.forward.calls)) == ("hopper", 3)
     z = flashtile.quantize(*(t.bfloat16() for t in (q, k, v)))
     options = Options(precision="fp8")
-    assert "stored=e4m3:head:head:head" in str(flashtile.explain(*z.tensors, **z.scales, options=options, device="H100"))
+    found = flashtile.explain(*z.tensors, **z.scales, options=options, device="H100")
+    assert "stored=e4m3:head:head:head" in str(found)
+    assert (found.forward.backend, len(found.forward.calls)) == ("hopper", 2)
+    for rows, says in ((dict(k_scale=torch.ones(2, 7, 2)), "k_scale is one of each token"), (dict(), "band")):
+        told = {**z.scales, **rows}
+        mask = flashtile.Band(right=0) if rows else flashtile.Dilated(3)
+        found = flashtile.explain(*z.tensors, **told, mask=mask, options=options, device="H100")
+        assert found.forward.backend == "triton"
+        assert any(says in reason for reason in found.refusals["hopper"])
     with pytest.raises(flashtile.NotSupported, match="sm80 has no products of e4m3"):
         flashtile.explain(*z.tensors, **z.scales, options=options, device="A100")

@@ -252,6 +252,30 @@ def test_absent_statistics_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1:] == (None, None, None)
 
 
+def test_a_forward_of_kernels_keeps_rows_statistics_itself(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """In one launch, lists of blocks read or not; out may be differentiated twice; what is not asked for is not there."""
+    from flashtile.torch.execute import directed
+
+    monkeypatch.setattr(directed, "statistics", None)
+    q, k, v = (t.to(device) for t in sizes())
+    place = documents(0, device)
+    for mask in (place, flashtile.Blocks.build(place, 37, 45, batch=2, block_size=(32, 32))):
+        options = Options(backend="triton")
+        out, found = flashtile.attention(q, k, v, mask=mask, returns=("max_logit", "entropy"), options=options)
+        assert torch.equal(out, flashtile.attention(q, k, v, mask=mask, return_lse=True, options=options)[0])
+        assert found.lse is None
+        exact = defined(attention_scores(q.double().cpu(), k.double().cpu(), mask=documents(0)), None, 3)
+        close(found.max_logit, exact.max_logit, 2e-5)
+        close(found.entropy, exact.entropy, 2e-5)
+    leaf = q.clone().requires_grad_()
+    out, found = flashtile.attention(leaf, k, v, returns="max_logit", options=options)
+    plain = flashtile.attention(leaf, k, v, options=options)
+    pair = [torch.autograd.grad(x.square().sum(), leaf, create_graph=True)[0] for x in (out, plain)]
+    twice = [torch.autograd.grad(g.square().sum(), leaf)[0] for g in pair]
+    torch.testing.assert_close(*twice)
+    assert found.entropy is None
+
+
 def test_qk_clip_bounds_logits() -> None:
     q, k, v = sizes()
     _, found = flashtile.attention(10 * q, k, v, returns="max_logit")

@@ -141,7 +141,9 @@ class CpuBackend:
 
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
         if isinstance(problem, AppendProblem):
-            return [] if device.kind == "cpu" else [f"tensors are on {device.target}; this backend runs on the CPU"]
+            elsewhere = [] if device.kind == "cpu" else [f"tensors are on {device.target}; this backend runs on the CPU"]
+            by_lengths = ["rows are found by the items' lengths; supported are slots"] if problem.items is not None else []
+            return elsewhere + by_lengths
         p = problem.attention
         return self.unsupported(replace(p, head_dim=p.head_dim_v) if problem.shared else p, device) + problem.remedies
 

@@ -197,7 +197,7 @@ def backward(
     return {**made, **modifiers.grads}
 
 
-class Given(NamedTuple):
+class BackwardRows(NamedTuple):
     """What the backward knows of a run of rows: (items, group * rows, head_dim or 1)."""
 
     q: torch.Tensor
@@ -210,9 +210,9 @@ class Given(NamedTuple):
 
 
 def _summed(
-    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, reach: Reach, most: float, given: Given, k: torch.Tensor,
-    v: torch.Tensor,
-) -> Given:  # fmt: skip
+    rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, reach: Reach, most: float, given: BackwardRows,
+    k: torch.Tensor, v: torch.Tensor,
+) -> BackwardRows:  # fmt: skip
     """The same with delta as these probabilities and their gradients make it, in a pass over the tiles: sum_d out * dout would
     bring in the rounding of out to 16 bits. What is `given` beside p is divided by their sum, as lse is rounded too.
     """
@@ -239,7 +239,9 @@ def _few(p: AttentionProblem) -> int:
     return FEW_KEYS if p.dtype is DType.FP32 else 0
 
 
-def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: bool, sink: torch.Tensor | None) -> Given:
+def _load(
+    p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: bool, sink: torch.Tensor | None
+) -> BackwardRows:
     """p = exp(s - lse) has the relative error that lse has in absolute terms, 2^-24 |lse| from its rounding alone.
 
     Where a tile holds whole rows, these are normalised anew, as plain PyTorch does. Else, unless products are narrow, the
@@ -264,11 +266,11 @@ def _load(p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: 
         delta *= mend
     q = rows.load(tensors["q"], wide)
     last = None if sink is None else rows.per_head(sink)
-    return Given(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta, dlse.to(wide), last)
+    return BackwardRows(q.to(dtype), q * p.scale_value, dout.to(dtype), rounded, delta, dlse.to(wide), last)
 
 
 def _probabilities(
-    rows: Rows, tile: Tile, modifiers: Modifiers, scratch: Scratch, given: Given, k: torch.Tensor, whole: bool
+    rows: Rows, tile: Tile, modifiers: Modifiers, scratch: Scratch, given: BackwardRows, k: torch.Tensor, whole: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """The probabilities of a tile, and what `Modifiers.pull` needs where there are modifiers."""
     s, saved = scratch.product("scores", given.scaled_q, k.mT), None

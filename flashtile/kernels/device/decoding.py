@@ -214,8 +214,12 @@ def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer
 def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int) -> KernelCall:
     """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
+    packing = Packing(packing.heads, packing.chunks, 1, packing.split, 1, packing.early)  # all that it reads
     if not p.lengths.varlen:
-        tile = replace(tile, block_q=min(tile.block_q, max(packing.heads, 1 << (p.seqlen_q * packing.heads - 1).bit_length())))
+        rows = packing.heads
+        while rows < min(tile.block_q, p.seqlen_q * packing.heads):
+            rows *= 2
+        tile = replace(tile, block_q=rows)
     tokens = tile.block_q // packing.heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
     columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.kernels.device.dropout import dropped
-from flashtile.kernels.device.exponential import LN2, LOG2E, exp
+from flashtile.kernels.device.exponential import LN2, LOG2E, exp, finite
 from flashtile.kernels.device.product import add_product, free_parts
 from flashtile.kernels.device.score import bent, unit
 from flashtile.kernels.device.stored import as_e4m3
@@ -25,14 +25,26 @@ class Rows(NamedTuple):
     total: tl.tensor
 
 
+class WatchedRows(NamedTuple):
+    """Rows of T.finds_entropy.
+
+    depth: the running sum of p times how far its score lies below the maximum, in the units of that: at most 0.
+    """
+
+    acc: tl.tensor
+    top: tl.tensor
+    total: tl.tensor
+    depth: tl.tensor
+
+
 @jit
 def empty_rows(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
     WIDE = tl.float64 if T.wide else tl.float32
-    return Rows(
-        tl.zeros([ROWS, COLUMNS], WIDE),
-        tl.full([ROWS], float("-inf"), WIDE),
-        tl.zeros([ROWS], WIDE),
-    )
+    none, top, total = tl.zeros([ROWS, COLUMNS], WIDE), tl.full([ROWS], float("-inf"), WIDE), tl.zeros([ROWS], WIDE)
+    if T.finds_entropy:
+        return WatchedRows(none, top, total, tl.zeros([ROWS], WIDE))
+    else:
+        return Rows(none, top, total)
 
 
 @jit
@@ -61,23 +73,49 @@ def fold(rows, score, keep, survives, seed, v, scale, score_args, MASKED: tl.con
         pivot = tl.where(top == float("-inf"), 0.0, top)
     if T.modifiers.prescale:
         decay = exp(rows.top - pivot, T)
-        p = exp(score - pivot[:, None], T)
+        below = score - pivot[:, None]
+        p = exp(below, T)
     else:
         decay = tl.exp2(rows.top - pivot)
-        p = tl.exp2(score * factor - pivot[:, None])
+        below = score * factor - pivot[:, None]
+        p = tl.exp2(below)
     total = rows.total * decay + tl.sum(p, 1)
+    if T.finds_entropy:
+        deep = p * below
+        if MASKED or T.modifiers.prescale or T.modifiers.adds > 0:
+            deep = tl.where(p > 0.0, deep, 0.0)
+        depth = (rows.depth + rows.total * (finite(rows.top) - pivot)) * decay + tl.sum(deep, 1)
     p = dropped(p, survives, seed, T)
     if LIFT != 1.0:
         p = p * LIFT
     if T.fp8:  # a tile's sum starts from zero: Hopper's fp8 units keep 13 bits of what they add to
         return Rows(tl.fma(rows.acc, decay[:, None] + tl.zeros_like(rows.acc), tl.dot(as_e4m3(p), v)), top, total)
     acc = add_product(rows.acc * decay[:, None], free_parts(p, v.dtype, T), free_parts(v, v.dtype, T), T)
-    return Rows(acc, top, total)
+    if T.finds_entropy:
+        return WatchedRows(acc, top, total, depth)
+    else:
+        return Rows(acc, top, total)
+
+
+@jit
+def entropy_of(top, total, depth, sink, T: tl.constexpr):
+    """The entropy of rows whose maximum is a score, depth the sum of p (score - top); a sink, unless None, is one more key.
+
+    A row that saw nothing has none.
+    """
+    if sink is not None:
+        level = tl.maximum(top, sink)
+        pivot = finite(level)
+        decay, share = exp(top - pivot, T), exp(sink - pivot, T)
+        depth = (depth + total * (finite(top) - pivot)) * decay + tl.where(share > 0.0, share * (sink - pivot), 0.0)
+        total = total * decay + share
+    whole = tl.where(total == 0.0, 1.0, total)
+    return tl.log(whole) - depth / whole
 
 
 @jit
 def scored(rows, T: tl.constexpr):
-    """The state, whose maximum is a score."""
+    """The state, whose maximum is a score, and of what is watched no more than it."""
     if T.modifiers.prescale:
         return rows
     else:

@@ -23,7 +23,7 @@ from typing import Any
 from flashtile.kernels.device.exchange import MOST_PROGRAMS, talk
 from flashtile.kernels.ops.cross_entropy_host import host_backward, host_forward
 from flashtile.kernels.ops.cross_entropy_kernels import (
-    Tile,
+    LossTile,
     cross_entropy_backward,
     cross_entropy_forward,
 )
@@ -41,7 +41,7 @@ from flashtile.problem.dtype import SIZES_BYTES
 
 
 @dataclass(frozen=True)
-class Launch:
+class LossLaunch:
     """Columns a step, warps; how many programs share a row, and how many such groups walk the rows (None: a row has one)."""
 
     block: int
@@ -55,7 +55,7 @@ def line_of(p: CrossEntropy) -> int:
     return 16 // SIZES_BYTES[p["logits"].dtype]
 
 
-def choose(p: CrossEntropy, device: Device) -> Launch:
+def choose(p: CrossEntropy, device: Device) -> LossLaunch:
     """Four 16-byte loads in flight per thread.
 
     With the gradient rows should stay in L2 until they are read again, of which an H100 has 50 MB. bf16, of the copy ceiling on
@@ -65,18 +65,18 @@ def choose(p: CrossEntropy, device: Device) -> Launch:
     block = min(max(1 << (p.columns - 1).bit_length(), 256), 8192)
     warps, row_bytes = min(max(block // 1024, 1), 8), p.columns * SIZES_BYTES[p["logits"].dtype]
     if not p.eager_gradient or p.columns <= 8192:
-        return Launch(block, warps if p.columns <= 8192 else 16)
+        return LossLaunch(block, warps if p.columns <= 8192 else 16)
     if row_bytes <= 128 * 2**10:
-        return Launch(16384, 16 if row_bytes <= 64 * 2**10 else 32)
+        return LossLaunch(16384, 16 if row_bytes <= 64 * 2**10 else 32)
     pieces = min(ceil(row_bytes / (256 * 2**10)), MOST_PROGRAMS) if talk(device) else 1
-    return Launch(16384, 32, pieces, max(1, device.sm_count // pieces))
+    return LossLaunch(16384, 32, pieces, max(1, device.sm_count // pieces))
 
 
-def tile(p: CrossEntropy, launch: Launch, steps: int | None = None) -> Tile:
+def tile(p: CrossEntropy, launch: LossLaunch, steps: int | None = None) -> LossTile:
     """steps: of a program; by default a piece's share of a row's."""
     if steps is None:
         steps = ceil(ceil(p.columns / launch.block) / launch.pieces)
-    return Tile(
+    return LossTile(
         launch.block, line_of(p), p.columns, p.columns % line_of(p) != 0, launch.pieces, steps,
         launch.groups is not None, p.smoothing != 0.0, not p.shard, p.reduction == "mean",
         p["logits"].dtype == "fp32", p.wide, p.softcap is not None, p.has("weight"), p.has("weight") and p.smoothing != 0.0,
@@ -131,7 +131,7 @@ def backward(p: CrossEntropy, device: Device, wanted: frozenset[str], arriving: 
         args = (Pointer("dlogits"), Pointer("dloss"), p.rows * p.columns)
         return Steps((KernelCall(cross_entropy_scale, (8 * device.sm_count, 1, 1), args, (("BLOCK", 4096),), 8, 1),))
     block = min(max(1 << (p.columns - 1).bit_length(), 256), 4096)
-    launch, steps = Launch(block, max(1, block // 1024)), 4
+    launch, steps = LossLaunch(block, max(1, block // 1024)), 4
     first = "dshare" if p.shard else "dloss"
     args = (
         (Pointer("logits"), Pointer("labels"), Pointer("count") if p.counts else None,

@@ -13,7 +13,7 @@ from flashtile.triton_glue.language import jit, tl
 
 
 @dataclass(frozen=True)
-class Tile:
+class LossTile:
     """Compile-time part: `block` columns a step, `line` in 16 bytes. `leads`: rows begin and end amid lines.
 
     `exact`, for fp32: natural exponents and an exponential exact to float32's last place, beside which memory is slow still.

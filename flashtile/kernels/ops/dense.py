@@ -99,7 +99,7 @@ class Dense(Companion):
 
 
 @dataclass(frozen=True)
-class Tile:
+class DenseTile:
     """Compile-time part: `rows` x `block` elements a step."""
 
     rows: int
@@ -320,7 +320,7 @@ def forward(p: Dense, device: Device, made: tuple[str, ...], apart: bool = False
     else:
         pre, count = "pre" if keeps else act, p.rows * p.hidden
         calls.append(HostCall(first_product, (pre,)))
-        constants = (("BLOCK", BLOCK), ("T", Tile(0, 0, p.activation)))
+        constants = (("BLOCK", BLOCK), ("T", DenseTile(0, 0, p.activation)))
         args = (Pointer(pre), Pointer(act), count)
         calls.append(KernelCall(dense_activate, (ceil(count / BLOCK), 1, 1), args, constants, WARPS, 1))
     if two:
@@ -351,7 +351,7 @@ def backward(p: Dense, device: Device, wanted: frozenset[str], arriving: frozens
             Pointer("pre"), Pointer("dact"), Pointer("dact" if two else "dpre"), Pointer("act") if makes_act else None,
             Pointer("partial") if "bias1" in wanted else None,
         )  # fmt: skip
-        constants = (("T", Tile(TILE_ROWS, TILE_COLUMNS, p.activation)),)
+        constants = (("T", DenseTile(TILE_ROWS, TILE_COLUMNS, p.activation)),)
         grid = (programs, ceil(p.hidden / TILE_COLUMNS), 1)
         calls.append(KernelCall(dense_backward, grid, (pointers, p.rows, p.hidden, STEPS), constants, WARPS, 1))
         if "bias1" in wanted:

@@ -16,7 +16,7 @@ from flashtile.kernels.device.columns import column_sums
 from flashtile.kernels.device.exchange import MOST_PROGRAMS, talk
 from flashtile.kernels.device.number import SHORT
 from flashtile.kernels.ops.norm_kernels import (
-    Tile,
+    NormTile,
     norm_backward,
     norm_backward_sums,
     norm_forward,
@@ -30,7 +30,7 @@ from flashtile.problem.dtype import SIZES_BYTES
 
 
 @dataclass(frozen=True)
-class Launch:
+class NormLaunch:
     """How rows are cut: `block` columns a step, `rows` at a time; a backward walks them with so many programs per SM."""
 
     rows: int
@@ -45,12 +45,12 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choose_forward(p: Norm) -> Launch:
+def choose_forward(p: Norm) -> NormLaunch:
     """Two to four 16-byte loads in flight per thread; a row that registers do not hold is walked in steps."""
     block = max(_power(p.hidden), 16)
     block = min(block, 32768)  # hidden 65536, rms, an H100: 0.99 of the copy ceiling, with 16384 0.86
     warps = min(max(block // 512, 4), 16) if block <= 16384 else 32
-    return Launch(max(1, min(4096 // block, 16)), block, warps)
+    return NormLaunch(max(1, min(4096 // block, 16)), block, warps)
 
 
 STRIP = 8192  # columns of a row that is too long for one program
@@ -66,7 +66,7 @@ def strips_talk(p: Norm, device: Device) -> bool:
     return talk(device) and 1.75 * STRIP < p.hidden <= STRIP * MOST_PROGRAMS and not light
 
 
-def choose_backward(p: Norm, device: Device, arriving: frozenset[str]) -> Launch:
+def choose_backward(p: Norm, device: Device, arriving: frozenset[str]) -> NormLaunch:
     """Two to four 16-byte loads of h and of dout per thread, beside its sums of the parameters' gradients.
 
     The next rows are on their way into shared memory, as far as that holds them. Rows that are too long for registers, or too
@@ -87,12 +87,12 @@ def choose_backward(p: Norm, device: Device, arriving: frozenset[str]) -> Launch
         device.smem_bytes // per_sm - 2048 - (4 * block if strips_talk(p, device) else 0)
     )  # some of a row's wait for the next
     ahead = min(most, room // (rows * block * sum(widths)))
-    return Launch(rows, block, warps, per_sm, 1 + max(ahead, 0), holds)
+    return NormLaunch(rows, block, warps, per_sm, 1 + max(ahead, 0), holds)
 
 
-def tile(p: Norm, launch: Launch) -> Tile:
+def tile(p: Norm, launch: NormLaunch) -> NormTile:
     chunks = ceil(p.hidden / launch.block)
-    return Tile(
+    return NormTile(
         launch.rows, launch.block, p.hidden, chunks, launch.stages, launch.holds, p.kind == "layer",
         p.mixes, p.scale != 1.0, p.drops, p.zero_centered, p.stored, p["x"].dtype == "fp32",
         p["x"].dtype == "fp32" and p.hidden <= SHORT, "evict_last" if chunks > 1 else "",

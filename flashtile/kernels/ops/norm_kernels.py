@@ -13,7 +13,7 @@ LINE = constexpr(8)  # columns of which one thread has all: 16 bytes of them in 
 
 
 @dataclass(frozen=True)
-class Tile:
+class NormTile:
     """Compile-time part of a call. `block` columns a step, `chunks` steps a row."""
 
     rows: int

@@ -77,7 +77,7 @@ class Rotary(Companion):
 
 
 @dataclass(frozen=True)
-class Tile:
+class RotaryTile:
     """Compile-time part: `rows` heads of tokens at a time, `block` >= half columns, `rest` >= columns that are copied."""
 
     rows: int
@@ -172,7 +172,7 @@ def _steps(
     batch, seqlen, _, head_dim = p["q"].shape
     block, rest = max(_power(p.half), 4), _power(head_dim - 2 * p.half) if copies and head_dim > 2 * p.half else 0
     rows = rows or max(1, 4096 // max(2 * block, rest))
-    constants = Tile(rows, block, p.half, rest, head_dim, p.interleaved, conjugate)
+    constants = RotaryTile(rows, block, p.half, rest, head_dim, p.interleaved, conjugate)
     heads = tuple(p[name].shape[2] if p.has(name) else 1 for name in ("q", "k"))
     tiles = [ceil(batch * seqlen * p[name].shape[2] / rows) for name in ("q", "k") if p.has(name)]
     two, none = p.has("k"), (0, 0, 0, 0)

@@ -34,7 +34,7 @@ STRIP = gl.constexpr(16)  # rows that a warp finishes at a time
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """Compile-time part: `rows` x `columns` of the product, of which each consumer has half of the rows.
 
     ending: GELU of the product, whose right factor then lies (n, k) in memory, or the product times GELU's derivative at a
@@ -328,22 +328,22 @@ LEAST_DEPTH = {("gelu", False): 2048, ("derivative", False): 2048, ("derivative"
 LEAST_ROUNDS = 4
 
 
-def fills(m: int, n: int, k: int, tile: Tile, sums: bool, device: Device) -> bool:
+def fills(m: int, n: int, k: int, tile: GemmTile, sums: bool, device: Device) -> bool:
     """Whether a product is large enough to be faster than cuBLASLt's, with few SMs idle in the last round of tiles."""
     tiles = ceil(m / tile.rows) * ceil(n / tile.columns)
     rounds = ceil(tiles / device.sm_count)
     return k >= LEAST_DEPTH[tile.ending, sums] and rounds >= LEAST_ROUNDS and tiles >= 0.9 * rounds * device.sm_count
 
 
-def parts(m: int, tile: Tile) -> int:
+def parts(m: int, tile: GemmTile) -> int:
     """How many partial sums there are of each column."""
     return 2 * ceil(m / tile.rows)
 
 
-TILES = {"derivative": Tile("derivative", helpers=3), "gelu": Tile("gelu", registers=200, few_registers=104)}
+TILES = {"derivative": GemmTile("derivative", helpers=3), "gelu": GemmTile("gelu", registers=200, few_registers=104)}
 
 
-def derivative_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: Device) -> KernelCall:
+def derivative_call(m: int, n: int, k: int, tile: GemmTile, partial: bool, device: Device) -> KernelCall:
     """dpre (m, n) = dout (m, k) weight2 (k, n) times GELU's derivative at pre (m, n), and partial sums of its columns."""
     args = (
         Descriptor("dout", (tile.rows // 2, tile.depth), (0, 1)),
@@ -356,7 +356,7 @@ def derivative_call(m: int, n: int, k: int, tile: Tile, partial: bool, device: D
     return _call(m, n, tile, args, device)
 
 
-def gelu_call(m: int, n: int, act: str, bias: bool, keeps: bool, tile: Tile, device: Device) -> KernelCall:
+def gelu_call(m: int, n: int, act: str, bias: bool, keeps: bool, tile: GemmTile, device: Device) -> KernelCall:
     """act (m, n) = GELU(pre), pre = x (m, k) weight1 (n, k)^T + bias1 (n,), which is stored if the call `keeps` it."""
     args = (
         Descriptor("x", (tile.rows // 2, tile.depth), (0, 1)),
@@ -369,6 +369,6 @@ def gelu_call(m: int, n: int, act: str, bias: bool, keeps: bool, tile: Tile, dev
     return _call(m, n, tile, args, device)
 
 
-def _call(m: int, n: int, tile: Tile, args: tuple[Any, ...], device: Device) -> KernelCall:
+def _call(m: int, n: int, tile: GemmTile, args: tuple[Any, ...], device: Device) -> KernelCall:
     tiles = ceil(m / tile.rows) * ceil(n / tile.columns)
     return KernelCall(product, (min(tiles, device.sm_count), 1, 1), args, (("T", tile),), 4, 1, early=True)

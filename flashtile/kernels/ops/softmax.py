@@ -58,7 +58,7 @@ class Softmax(Companion):
 
 
 @dataclass(frozen=True)
-class Tile:
+class SoftmaxTile:
     """Compile-time part: `rows` rows at a time, of `chunks` steps of `block` columns. exact: for fp32, to its last place."""
 
     rows: int
@@ -211,7 +211,7 @@ def hides(mask_ptr, strides, at, first, rows, T: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Launch:
+class SoftmaxLaunch:
     """Rows at a time, columns a step, warps."""
 
     rows: int
@@ -219,22 +219,22 @@ class Launch:
     warps: int
 
 
-def choose(p: Softmax, lane: int) -> Launch:
+def choose(p: Softmax, lane: int) -> SoftmaxLaunch:
     """`lane` elements of each tensor per thread; longer rows than 16,384 are walked twice, the second time through L2."""
     block = min(max(1 << (p["x"].shape[3] - 1).bit_length(), 16), 16384)
     warps = min(max(block // (32 * lane), 4), 16)
-    return Launch(max(1, min(128 * lane // block, 16)), block, warps)
+    return SoftmaxLaunch(max(1, min(128 * lane // block, 16)), block, warps)
 
 
-def _call(p: Softmax, kernel: Any, launch: Launch, args: tuple[Any, ...], tail: tuple[Any, ...]) -> Steps:
+def _call(p: Softmax, kernel: Any, launch: SoftmaxLaunch, args: tuple[Any, ...], tail: tuple[Any, ...]) -> Steps:
     batch, heads, rows, columns = p["x"].shape
-    constants = Tile(launch.rows, launch.block, columns, ceil(columns / launch.block), p.causal, p["x"].dtype == "fp32")
+    constants = SoftmaxTile(launch.rows, launch.block, columns, ceil(columns / launch.block), p.causal, p["x"].dtype == "fp32")
     grid = (batch * heads * ceil(rows / launch.rows), 1, 1)
     sizes = (heads, rows, columns - rows)
     return Steps((KernelCall(kernel, grid, (*args, sizes, *tail), (("T", constants),), launch.warps, 1),))
 
 
-def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: Launch | None = None) -> Steps:
+def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: SoftmaxLaunch | None = None) -> Steps:
     masks = p.has("mask")
     strides = (Strides("x"), Strides("y"), Strides("mask") if masks else (0, 0, 0, 0))
     args = (Pointer("x"), Pointer("mask") if masks else None, Pointer("y"), strides)
@@ -242,7 +242,7 @@ def forward(p: Softmax, device: Device, made: tuple[str, ...], launch: Launch | 
 
 
 def backward(
-    p: Softmax, device: Device, wanted: frozenset[str], arriving: frozenset[str], launch: Launch | None = None
+    p: Softmax, device: Device, wanted: frozenset[str], arriving: frozenset[str], launch: SoftmaxLaunch | None = None
 ) -> Steps:
     strides, mask = (Strides("y"), Strides("dy"), Strides("dx")), Pointer("mask") if p.shows else None
     args = (Pointer("y"), Pointer("dy"), mask, Pointer("dx"), (*strides, *((Strides("mask"),) if p.shows else ())))

@@ -17,12 +17,11 @@ LEAST_SCALE = constexpr(2.0**-126)  # of a token: one over it is finite
 
 @dataclass(frozen=True)
 class How:
-    """What the compiler must know: rows of a page; heads; heads that a program writes; widths of rows and of their tiles; and
-    what is stored, as `problem.stored.Stored` has it, "" for what comes.
+    """What the compiler must know: rows of a page, 1 where nobody asks; heads that a program writes; widths of rows and of
+    their tiles; and what is stored, as `problem.stored.Stored` has it, "" for what comes.
     """
 
     page: int
-    heads: int
     rows: int
     width: int
     width_v: int
@@ -64,20 +63,49 @@ def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides
     tl.store(out_ptr + target[:, None] + column[None, :] * out_strides[3], x, mask=inside)
 
 
-@jit(do_not_specialize=["tokens", "seqlen", "pages"])
-def append_rows(in_ptrs, out_ptrs, scale_ptrs, slots_ptr, strides, tokens, seqlen, pages, HOW: tl.constexpr):
-    """How.rows heads of tokens; in_ptrs = (k, v), out_ptrs = (k_cache, v_cache), scale_ptrs theirs; strides of these six and of
-    slots. No v where values are columns of keys.
+@jit
+def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: tl.constexpr):
+    """(page, row) of new tokens by the items' lengths, and whether an item has a page for it."""
+    if place_ptrs[3] is not None:
+        before = (place * 0).to(tl.int32)
+        for start in tl.range(0, items + 1, 64):
+            other = start + tl.arange(0, 64)
+            cu = tl.load(place_ptrs[3] + other, mask=other <= items, other=2**31 - 1)
+            before += tl.sum((cu[None, :] <= place[:, None]).to(tl.int32), 1)
+        there = there & (before > 0) & (before <= items)
+        item = tl.where(there, before - 1, 0).to(tl.int64)
+        end = tl.load(place_ptrs[3] + item + 1, mask=there, other=0).to(tl.int64)
+    else:
+        item, end = slab, place * 0 + seqlen
+    position = tl.load(place_ptrs[1] + item, mask=there, other=0).to(tl.int64) - end + place
+    there = there & (position >= 0) & (position < rows)
+    if place_ptrs[2] is not None:
+        entry = place_ptrs[2] + item * strides[0] + position // PAGE * strides[1]
+        page = tl.load(entry, mask=there, other=-1).to(tl.int64)
+        return page, position % PAGE, there & (page >= 0)
+    else:
+        return item, position, there
+
+
+@jit(do_not_specialize=["tokens", "seqlen", "heads", "pages", "items", "most"])
+def append_rows(in_ptrs, out_ptrs, scale_ptrs, place_ptrs, strides, tokens, seqlen, heads, pages, items, most,
+                HOW: tl.constexpr):  # fmt: skip
+    """How.rows heads of tokens; in_ptrs = (k, v), out_ptrs = (k_cache, v_cache), scale_ptrs theirs; place_ptrs = (slots, or
+    seqused_k, page_table or None, cu_seqlens or None); strides of the first six, slots and page_table; most: rows that an item
+    may have. No v where values are columns of keys.
     """
     STORED: tl.constexpr = HOW.stored
     K_SCALE: tl.constexpr = HOW.k_scale
     V_SCALE: tl.constexpr = HOW.v_scale
     index = tl.program_id(0).to(tl.int64) * HOW.rows + tl.arange(0, HOW.rows)
-    token, head = index // HOW.heads, index % HOW.heads
+    token, head = index // heads, index % heads
     slab, place = token // seqlen, token % seqlen
-    slot = tl.load(slots_ptr + slab * strides[6][0] + place * strides[6][1], mask=token < tokens, other=-1)
-    page, row = slot // HOW.page, slot % HOW.page
-    there = (slot >= 0) & (page < pages)
+    if place_ptrs[0] is not None:
+        slot = tl.load(place_ptrs[0] + slab * strides[6][0] + place * strides[6][1], mask=token < tokens, other=-1)
+        page, row, there = slot // HOW.page, slot % HOW.page, slot >= 0
+    else:
+        page, row, there = row_of(place_ptrs, strides[7], slab, place, token < tokens, seqlen, items, most, HOW.page)
+    there = there & (page < pages)
     copy_rows(in_ptrs[0], out_ptrs[0], scale_ptrs[0], strides[0], strides[2], strides[4], slab, place, page, row, head, there,
               HOW.width, HOW.columns, STORED, HOW.most, K_SCALE)  # fmt: skip
     if in_ptrs[1] is not None:
@@ -91,8 +119,8 @@ def plan_append(p: AppendProblem) -> Plan:
     rows = max(1, ELEMENTS // max(columns, columns_v))
     tokens = p.slabs * p.seqlen
     how = How(
-        p.page_size, p.heads_kv, rows, p.head_dim, p.head_dim_v, columns, columns_v, "" if p.stored is None else p.stored.dtype,
-        p.scaling("k"), p.scaling("v"),
+        p.page_size if p.items is None or p.columns is not None else 1, rows, p.head_dim, p.head_dim_v, columns, columns_v,
+        "" if p.stored is None else p.stored.dtype, p.scaling("k"), p.scaling("v"),
     )  # fmt: skip
     scales = {side: f"{side}_scale{'_out' if p.scaling(side) == 'token' else ''}" for side in p.sides if p.scaling(side)}
 
@@ -100,11 +128,13 @@ def plan_append(p: AppendProblem) -> Plan:
         return [form.format(side) if side in p.sides else None for side in "kv"]
 
     given, made, scaled = each("{}"), each("{}_out"), [scales.get(side) for side in "kv"]
+    places = [n if n in p.shapes() else None for n in ("slots", "seqused_k", "page_table", "cu_seqlens")]
+    strided = (*given, *made, *scaled, places[0], places[2])
     call = KernelCall(
         append_rows, (-(-tokens * p.heads_kv // rows), 1, 1),
-        (*(tuple(None if n is None else Pointer(n) for n in names) for names in (given, made, scaled)), Pointer("slots"),
-         (*((0, 0, 0, 0) if n is None else Strides(n) for n in (*given, *made, *scaled)), Strides("slots")),
-         tokens, p.seqlen, p.pages),
+        (*(tuple(None if n is None else Pointer(n) for n in names) for names in (given, made, scaled, places)),
+         tuple((0, 0, 0, 0) if n is None else Strides(n) for n in strided), tokens, p.seqlen, p.heads_kv, p.pages, p.items or 0,
+         p.page_size * (1 if p.columns is None else p.columns)),
         (("HOW", how),), 4, 1,
     )  # fmt: skip
     return Plan(p, "triton", "", append_buffers(p), (call,), ("append, one launch",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, prod
+from types import MappingProxyType
 from typing import Any
 
 from flashtile.kernels.device.available import NO_TRITON, unavailable
@@ -37,8 +38,8 @@ from flashtile.kernels.portable.tile import (
     tells_sizes,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
-from flashtile.plan.backend import Gradients, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, shapes
+from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, row_statistics, shapes
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
@@ -53,11 +54,20 @@ Launches = Mapping[Pass, Launch]
 NO_LAUNCHES: Launches = {}
 
 
+def _watched(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    return BACKEND.forward(problem, device, statistics=direction.wanted)
+
+
+def _watched_refusals(p: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    """Reasons against statistics beside a forward."""
+    return [] if p.stored is None else ["k and v are stored; statistics of them are not implemented"]
+
+
 class TritonBackend:
     """Any GPU that Triton compiles for; on the CPU only inside Triton's interpreter."""
 
     name = "triton"
-    passes: Passes = PASSES
+    passes: Passes = MappingProxyType({**PASSES, "watched": OfferedPass(_watched, _watched_refusals)})
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
         reasons = unavailable(device, "matrix units")
@@ -88,18 +98,23 @@ class TritonBackend:
                     reasons.append(f"the gradient of {spec.kind.name}'s tensor is added atomically, not deterministically")
         return reasons
 
-    def forward(self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES) -> Plan:
-        """The plan; `launches` overrides the tile of a pass."""
+    def forward(
+        self, problem: AttentionProblem, device: Device, launches: Launches = NO_LAUNCHES,
+        statistics: frozenset[str] = frozenset(),
+    ) -> Plan:  # fmt: skip
+        """The plan; `launches` overrides the tile of a pass. statistics: those of "peak" and "entropy" that it keeps."""
         p = problem.listed
         (launch, why), sink = _launch(p, device, "forward", launches), None if p.sink is None else "sink"
         schedules, scales = Schedules(p), _scales(p)
+        kept = tuple(n if n in statistics else None for n in ROW_STATISTICS) if statistics else ()
         call = _call(
             attention_forward, p, device, launch, "forward",
-            (("q", "k", "v", sink, *scales), ("out", "lse", "stats" if p.float32_grade else None)),
+            (("q", "k", "v", sink, *scales), ("out", "lse", "stats" if p.float32_grade else None, *kept)),
             ("q", "k", "v", "out", sink or "q", *(name or "q" for name in scales)),
             tail=(p.scale_value, score_args(p), _region(p, _schedule(schedules, "forward", launch))),
+            statistics=" ".join(n for n in kept if n),
         )  # fmt: skip
-        buffers = (*_forward_buffers(p), *schedules.buffers)
+        buffers = (*_forward_buffers(p), *row_statistics(p, statistics), *schedules.buffers)
         return Plan(p, self.name, "", buffers, (*schedules.calls, call), (f"forward tile {launch.spell()}", *why))
 
     def backward(
@@ -260,10 +275,11 @@ def _too_wide(p: AttentionProblem, device: Device, variant: Variant | None) -> l
 def _call(
     kernel: Any, p: AttentionProblem, device: Device, launch: Launch, which: Pass, pointers: tuple[Any, ...],
     strides: tuple[str, ...], *, tail: tuple[Any, ...] = (), slots: int = 0, correction: Correction = "", score: bool = True,
+    statistics: str = "",
 ) -> KernelCall:  # fmt: skip
     """A call in the kernels' common order: pointers, strides, integers, the rest; one program per tile and head."""
     heads = p.heads_kv if which in ("keys", "fused") else p.heads_q
-    tile = make_tile(p, launch, which, slots, correction)
+    tile = replace(make_tile(p, launch, which, slots, correction), statistics=statistics)
     if p.stored is not None:
         tile = replace(tile, native=converts(p.stored, device))
     constants: tuple[tuple[str, Any], ...] = (("T", tile),)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import kept, load_seed
-from flashtile.kernels.device.exponential import FAR, exp
+from flashtile.kernels.device.exponential import FAR, LN2, exp
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, logits
-from flashtile.kernels.device.softmax import add_sink, empty_rows, finish, fold, scored
+from flashtile.kernels.device.softmax import add_sink, empty_rows, entropy_of, finish, fold, scored
 from flashtile.kernels.device.stored import operand_of, scale_of_head, scales_of_rows
 from flashtile.kernels.device.varlen import slab, tile_of
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
@@ -57,6 +57,22 @@ def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scal
     return fold(rows, score, keep, survives, place[4], v, scale, score_args, MASKED, T, SCORE, LIFT if T.fp8 else 1.0)
 
 
+@jit
+def keep_statistics(rows, in_ptrs, out_ptrs, strides, head, at_rows, item, index, T: tl.constexpr):
+    """Store the largest scores and the entropies of a tile's rows, of their state before `scored` and the sink."""
+    counts, here = index < item.q, index < item.span_q
+    units = 1.0 if T.modifiers.prescale else LN2
+    if out_ptrs[3] is not None:
+        tl.store(out_ptrs[3] + at_rows + index, tl.where(counts, rows.top * units, float("-inf")), mask=here)
+    if T.finds_entropy:
+        sink = None
+        if T.modifiers.sink:
+            loaded = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
+            sink = tl.full(rows.top.shape, 1.0, rows.top.dtype) * loaded
+        entropy = entropy_of(rows.top * units, rows.total, rows.depth * units, sink, T)
+        tl.store(out_ptrs[4] + at_rows + index, tl.where(counts, entropy, 0.0), mask=here)
+
+
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
@@ -70,8 +86,8 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
                  region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One query tile of one head, of all `tiles`.
 
-    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats); strides of q, k, v, out, sink (heads_q,); where T.stored
-    behind both q_scale, k_scale and v_scale.
+    in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats), and where T.statistics also each row's (peak, entropy), of
+    which one may be None; strides of q, k, v, out, sink (heads_q,); where T.stored behind both q_scale, k_scale and v_scale.
 
     region = (the schedule where T.items.ragged, else None; arguments of the predicates MASK; the mask's block lists, or None).
 
@@ -137,6 +153,8 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
             rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
                                 True, T, SCORE, MASK)  # fmt: skip
 
+    if T.statistics != "":
+        keep_statistics(rows, in_ptrs, out_ptrs, strides, head, per_head * seqlen_q + item.first_q, item, index, T)
     rows = scored(rows, T)
     if T.modifiers.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)

@@ -13,6 +13,7 @@ from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, stages
+from flashtile.kernels.device.softmax import entropy_of
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
@@ -103,16 +104,11 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     if out_ptrs[0] is not None:
         tl.store(out_ptrs[0] + at_rows, tl.where(counts, rows.top, float("-inf")), mask=here)
     if out_ptrs[1] is not None:
-        total, mean = rows.total, rows.mean
+        sink = None
         if T.modifiers.sink:
-            sink = tl.load(in_ptrs[2] + head.to(tl.int64) * strides[2][0]).to(WIDE)
-            top = tl.maximum(rows.top, sink)
-            pivot = finite(top)
-            decay, share = exp(rows.top - pivot, T), exp(sink - pivot, T)
-            mean = (mean + total * (finite(rows.top) - pivot)) * decay + tl.where(share > 0.0, share * (sink - pivot), 0.0)
-            total = total * decay + share
-        whole = tl.where(total == 0.0, 1.0, total)
-        tl.store(out_ptrs[1] + at_rows, tl.where(counts, tl.log(whole) - mean / whole, 0.0), mask=here)
+            sink = tl.full(rows.top.shape, 1.0, WIDE) * tl.load(in_ptrs[2] + head.to(tl.int64) * strides[2][0]).to(WIDE)
+        entropy = entropy_of(rows.top, rows.total, rows.mean, sink, T)
+        tl.store(out_ptrs[1] + at_rows, tl.where(counts, entropy, 0.0), mask=here)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)

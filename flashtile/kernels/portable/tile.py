@@ -94,6 +94,7 @@ class Tile:
     scaled: str = ""  # of "qkv" those with a scale of each head, of "QKV" those with one of each row
     native: bool = False  # Triton makes fp16 of what is stored well on this GPU
     fp8: bool = False  # q is stored too, and all are multiplied so
+    statistics: str = ""  # a forward that keeps rows' "peak", "entropy" or both
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
 
     @property
@@ -136,6 +137,10 @@ class Tile:
     def bends(self) -> bool:
         """Scores have tangents."""
         return self.moves not in ("", "v")
+
+    @property
+    def finds_entropy(self) -> bool:
+        return "entropy" in self.statistics
 
     @property
     def has_dout(self) -> bool:

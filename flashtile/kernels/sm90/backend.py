@@ -13,7 +13,7 @@ from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
-from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.device.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.sm90.cached.plan import plan_cached
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
 from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
@@ -39,17 +39,19 @@ from flashtile.kernels.sm90.host.tile_forward import (
     LOST,
     ForwardLaunch,
     ForwardTile,
+    forward_form,
     make_forward_tile,
     make_queries_tile,
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import NO_PASSES, Gradients, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, shapes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, scale_shapes, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
+from flashtile.problem.dtype import DType
 from flashtile.problem.options import Variant
 from flashtile.triton_glue import language as _triton
 from flashtile.triton_glue.language import JitTuple
@@ -58,6 +60,10 @@ MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not
 FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
 FEW_KEYS = 15  # of an item on average: of so few, lengths and masks often leave one
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
+STORED_ELEMENTS = 16  # likewise of bytes
+# Of an item and its heads that share keys. Keys and values of 8 bits are read, written in 16 and read: 5 bytes of each number
+# at 4 TB/s. Portable kernels read one, but multiply at 330 instead of 750 TFLOP/s (an H200, 2026-11-29): even at 370 rows.
+FEW_ROWS = 512
 
 
 class Repairs(Protocol):
@@ -94,9 +100,7 @@ class HopperBackend:
                 reasons.append(f"{name} is {size}; supported up to {MAX_HEAD_DIM}")
             elif size % ROW_ELEMENTS:
                 reasons.append(f"{name} is {size}; supported are multiples of {ROW_ELEMENTS}, which the bulk copy engine needs")
-        if p.stored is not None:
-            what = "q, k and v are stored" if p.multiplies_fp8 else "k and v are stored"
-            reasons.append(f"{what} in {p.stored.dtype}; these kernels read 16 bits alone")
+        reasons += stored_refusals(p)
         reasons += uneven_refusals(p) + origin_refusals(p)
         reasons += block_refusals(p, device)
         if p.empty:
@@ -111,6 +115,8 @@ class HopperBackend:
     def unsupported_backward(self, problem: AttentionProblem, device: Device, variant: Variant) -> list[str]:
         """Reasons against the backward alone."""
         p, split = problem.listed, is_split(problem, variant)
+        if p.stored is not None:
+            return ["k and v are of 8 bits and have no gradient; a call that wants others computes them of 16-bit ones"]
         reasons: list[str] = []
         items = p.batch if p.lengths.varlen else 1
         if p.lone:
@@ -161,7 +167,7 @@ class HopperBackend:
 
         p = problem.listed
         launch, fired = forward_choice(p, device) if launch is None else (launch, ())
-        form, schedules = form_of(p), Schedules(p)
+        form, schedules = forward_form(p), Schedules(p)
         tile = make_forward_tile(p, launch, form)
         tiles, tail = over_queries(p, launch, tile, schedules)
         score, biased = chain(p, device, form), None
@@ -185,9 +191,15 @@ class HopperBackend:
             launch.num_warps,
             early=True,
         )
-        buffers = (*forward_buffers(p), *schedules.buffers)
+        if p.multiplies_fp8:
+            before, scratch = turn_values(p, tile, schedules)
+        else:
+            before, scratch = ([], []) if p.stored is None else widen(p)
+        buffers = (*forward_buffers(p), *scratch, *schedules.buffers)
         notes = (f"forward tile {launch.spell()}", *told(fired))
-        plan = Plan(p, self.name, "", buffers, (*schedules.calls, call), notes, optional=frozenset({"lse"}))
+        plan = Plan(p, self.name, "", buffers, (*schedules.calls, *before, call), notes, optional=frozenset({"lse"}))
+        if p.multiplies_fp8:  # nothing that is added to scores is cut off
+            return plan
         return plan.followed_by(self.repairs and self.repairs.repair_forward(problem, device))
 
     def backward(
@@ -344,8 +356,11 @@ ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
 def product_scale(p: AttentionProblem) -> float:
-    """The scale of what the matrix unit makes of q and k, which on average is a little less than their product."""
-    return p.scale_value * (1.0 + LOST * p.head_dim)
+    """The scale of what the matrix unit makes of q and k, which on average is a little less than their product.
+
+    How much less of e4m3 nobody has measured.
+    """
+    return p.scale_value if p.multiplies_fp8 else p.scale_value * (1.0 + LOST * p.head_dim)
 
 
 def over_queries(
@@ -359,8 +374,50 @@ def over_queries(
         Descriptor("k", (1, 1, tile.block_k, tile.columns)),
         Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
     )
-    rest = product_scale(p), score_args(p), (schedule, records, mask_args(p), block_lists(p, "q"))
+    region: tuple[Any, ...] = (schedule, records, mask_args(p), block_lists(p, "q"))
+    if p.multiplies_fp8:
+        tiles = (*tiles[:2], Descriptor("turned", (1, 1, tile.columns_v, tile.block_k), axes=(0, 1, 2, 3)))
+    elif p.stored is not None:
+        tiles = (tiles[0], *(replace(t, name=f"wide.{t.name}") for t in tiles[1:]))
+    if p.stored is not None:
+        names = [f"{side}_scale" if side in scale_shapes(p) else None for side in "qkv"]
+        region = (*region, tuple(arg for name in names for arg in (name and Pointer(name), name and Strides(name))))
+    rest = product_scale(p), score_args(p), region
     return tiles, (*(integers(p)[n] for n in ("heads", "group", "left", "right")), launch.swizzle, rest)
+
+
+def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:
+    """What makes `turned` of values in 8 bits, and that buffer."""
+    from flashtile.kernels.sm90.forward.values import attention_values
+
+    counts, padded = integers(p), padded_total(p.span_k, p.batch, p.lengths.varlen)
+    turned = Buffer("turned", (p.slabs, p.heads_kv, p.head_dim_v, padded), "uint8", "scratch")
+    tiles = most_tiles(p.span_k, p.batch, PADDED_ROWS, p.lengths.varlen)
+    args = (
+        *(Pointer("v"), Pointer("turned"), Strides("v"), counts["seqlen_q"], counts["seqlen_k"], p.heads_kv),
+        *(counts["left"], counts["right"], (schedules.of(PADDED_ROWS, over_keys=True), padded)),
+    )
+    grid = (tiles * p.heads_kv * tile.parts_v, 1, 1)
+    return [KernelCall(attention_values, grid, args, (("T", tile),), 4, 1)], [turned]
+
+
+def widen(p: AttentionProblem) -> tuple[list[KernelCall], list[Buffer]]:
+    """What makes `wide.k` and `wide.v` of keys and values in 8 bits, and these."""
+    from flashtile.kernels.sm90.forward.widen import WidenTile, attention_widened
+
+    assert p.stored is not None
+    calls, made = list[KernelCall](), list[Buffer]()
+    for side in "kv":
+        shape, token = shapes(p)[side], p.stored.scaled.get(side) == "token"
+        columns = 1 << (shape[3] - 1).bit_length()
+        tile = WidenTile(max(16, 8192 // columns), columns, shape[3], p.stored.dtype, token)
+        made.append(Buffer(f"wide.{side}", shape, p.dtype.value, "scratch"))
+        scale = f"{side}_scale" if token else None
+        strides = (Strides(side), Strides(f"wide.{side}"), scale and Strides(scale))
+        args = (Pointer(side), scale and Pointer(scale), Pointer(f"wide.{side}"), strides, p.span_k, p.heads_kv)
+        grid = (-(-p.span_k // tile.rows) * p.slabs * p.heads_kv, 1, 1)
+        calls.append(KernelCall(attention_widened, grid, args, (("T", tile),), 4, 1))
+    return calls, made
 
 
 def queries_call(
@@ -416,6 +473,37 @@ def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:
     """The mask's lists by blocks of queries ("q") or keys ("k"): counts, indices and order, each with its strides."""
     names = () if p.blocks is None else (f"blocks.{what}_{side}" for what in ("count", "index", "order"))
     return tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
+
+
+def stored_refusals(p: AttentionProblem) -> list[str]:
+    """Reasons against what is stored in 8 bits."""
+    if p.stored is None:
+        return []
+    if not p.multiplies_fp8:
+        rows, few = p.span_q * p.group, FEW_ROWS * (p.batch if p.lengths.varlen else 1)
+        reasons: list[str] = []
+        if p.stored.k_scale == "token":
+            reasons.append("k_scale is one of each token; keys times it would be rounded to 16 bits here")
+        if p.stored.v_scale == "token" and p.dtype is DType.FP16:
+            reasons.append("v_scale is one of each token and q is fp16, in which values times it may be infinite")
+        if rows < few:
+            reasons.append(
+                f"k and v are stored in {p.stored.dtype} and {rows} query rows share them, of heads together; here they become "
+                f"{p.dtype} in memory first, which pays from {few} on"
+            )
+        return reasons
+    reasons = [
+        f"{side}_scale is one of each token; these kernels take one of each head" for side, how in p.stored.scaled.items()
+        if how == "token"
+    ]  # fmt: skip
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(p, name) % STORED_ELEMENTS:
+            reasons.append(f"{name} is {getattr(p, name)}; of bytes the bulk copy engine needs multiples of {STORED_ELEMENTS}")
+    if p.where or p.blocks is not None:
+        reasons.append("the mask has predicates or block lists; under precision='fp8' these kernels take bands alone")
+    if p.dropout is not None:
+        reasons.append("there is dropout; under precision='fp8' these kernels have none")
+    return reasons
 
 
 def block_refusals(p: AttentionProblem, device: Device) -> list[str]:

@@ -68,7 +68,8 @@ def attention(
         beside float64.
     options: backend, backward variant, determinism, fp32 precision, fp8 products (`Options`).
     returns: statistics to return beside out: "lse", "max_logit", "entropy", and `Mass(last=64)`, each key's probability.
-        `Statistics` says what they are. All but lse take passes of their own behind the call.
+        `Statistics` says what they are. A mass takes a pass of its own; where the portable kernels run, the forward keeps the
+        others itself.
     scales: k and v may both be of 8 bits: float8_e4m3fn, float8_e5m2 or int8, beside a q of 16. k_scale, v_scale: what a stored
         number is multiplied by, float32 () for all, or a number; (heads_kv,); (batch, heads_kv); or of each token
         (batch, seqlen_k, heads_kv). None is 1. q_scale: likewise, of a q that is float8_e4m3fn, with

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.kernels.device.available import unavailable
+from flashtile.kernels.portable.quantize import QuantizeProblem, plan_quantize
+from flashtile.memory import Memory
 from flashtile.problem.number import told
 from flashtile.problem.stored import LARGEST
 from flashtile.torch.call.inputs import check_tensors
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.call.rows import rows_of_items
 from flashtile.torch.call.stored import check_kind, number_of
+from flashtile.torch.execute.bound import DTYPES, Bound, device_of
+from flashtile.torch.execute.plain import is_traced
 
 METHODS = ("amax", "mean", "hadamard", "mean+hadamard")
 LEAST_SCALE = 2.0**-100  # of rows of zeros; what it multiplies is then 0, too
@@ -21,6 +26,8 @@ LEAST_SCALE = 2.0**-100  # of rows of zeros; what it multiplies is then 0, too
 
 class Quantized(NamedTuple):
     """q, k, v as float8_e4m3fn, in the shapes and order that they came in; a number is what is stored times its scale.
+
+    An infinity, which e4m3 has not, is stored as NaN.
 
     q_scale: float32 (batch, heads_q); k_scale, v_scale: (batch, heads_kv). shift: None, or where the mean was taken from k,
     float32 as lse: what lse lacks, in units of q k^T. `lse` adds it.
@@ -49,6 +56,18 @@ class Quantized(NamedTuple):
         if self.shift is None:
             return lse
         return lse + self.shift * (1.0 / math.sqrt(self.q.shape[-1]) if scale is None else scale)
+
+    def __reduce__(self) -> Any:
+        """pickle and torch.save: pickle alone cannot read what it has written of a tensor of float8 (PyTorch 2.11)."""
+        return _of_bytes, (*(t.view(torch.uint8) for t in self.tensors), *self[3:])
+
+
+def _of_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Quantized:
+    """What `__reduce__` took apart."""
+    return Quantized(*(t.view(torch.float8_e4m3fn) for t in (q, k, v)), *rest)
+
+
+torch.serialization.add_safe_globals([_of_bytes])  # torch.load reads it also where it takes nothing but weights
 
 
 def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, method: str = "amax", **lengths: Any) -> Quantized:
@@ -83,12 +102,13 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, method: str =
         mean = None
         if "mean" in method:
             mean = _mean(k, given)
-            k = k.float() - mean[rows_of_items(k, given, "k")[0]]
         if "hadamard" in method:
             turn = _hadamard(q.shape[3], q.device)
             q, k = q.float() @ turn, k.float() @ turn
             mean = None if mean is None else mean @ turn
-        (q, q_scale), (k, k_scale), (v, v_scale) = (quantised(t, given, side) for t, side in ((q, "q"), (k, "k"), (v, "k")))
+        (q, q_scale), (k, k_scale), (v, v_scale) = (
+            quantised(t, given, side, less) for t, side, less in ((q, "q", None), (k, "k", mean), (v, "k", None))
+        )
         shift = None
         if mean is not None:
             item = rows_of_items(q, given, "q")[0]
@@ -100,10 +120,17 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, method: str =
     return Quantized(q, k, v, q_scale, k_scale, v_scale, shift)
 
 
-def quantised(x: torch.Tensor, given: Given | None, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3, float32 scales (items, heads)) of (slabs, span, heads, head_dim): a head's largest finite magnitude is 448."""
+def quantised(
+    x: torch.Tensor, given: Given | None, side: str, mean: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3, float32 scales (items, heads)) of (slabs, span, heads, head_dim): a head's largest finite magnitude is 448.
+
+    mean: (items, heads, head_dim), which is taken from it first.
+    """
+    if x.device.type == "cuda" and x.numel() and not is_traced(x):
+        return quantised_by_kernel(x, given, side, mean)
     item, counts = rows_of_items(x, given, side)
-    wide = x.float()
+    wide = x.float() if mean is None else x.float() - mean[item]
     size = wide.abs().where(wide.isfinite(), 0.0)
     size = size.amax(3) if x.shape[3] else size.sum(3)
     if counts is not None:
@@ -115,11 +142,40 @@ def quantised(x: torch.Tensor, given: Given | None, side: str) -> tuple[torch.Te
     scale = (top / LARGEST["e4m3"]).where(top > 0, 1.0).clamp(min=LEAST_SCALE)
     if not items:
         return torch.zeros_like(x, dtype=torch.float8_e4m3fn), scale
+    wide = wide.where(wide.isfinite(), torch.nan)  # e4m3 has no infinity
     return (wide / scale[item][..., None]).to(torch.float8_e4m3fn), scale
+
+
+def quantised_by_kernel(
+    x: torch.Tensor, given: Given | None, side: str, mean: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantised`, by kernels. Raises NotSupported where Triton is not there, or the GPU is too old."""
+    device, tensors = device_of(x.device), {"x": x}
+    if reasons := unavailable(device, "arithmetic"):
+        raise NotSupported("quantize", {"triton": reasons})
+    if given is not None and given.tensors:
+        item, counts = rows_of_items(x, given, side)
+        item = item if counts is None else item.where(counts, -1)
+        tensors["item"] = item.expand(x.shape[:2]).to(torch.int32)
+    if mean is not None:
+        tensors["mean"] = mean.contiguous()
+    items = x.shape[0] if given is None else given.batch(x)
+    key = (x.device, x.dtype, items, *((name, t.shape, t.stride(), t.data_ptr() & 15) for name, t in tensors.items()))
+    bound = _QUANTIZED.get(key)
+    if bound is None:
+        problem = QuantizeProblem(*x.shape, DTYPES[x.dtype].value, items, "item" in tensors, mean is not None)
+        bound = _QUANTIZED[key] = Bound(plan_quantize(problem, device), tensors, x.device)
+    made = bound.run(tensors)
+    return made["y"].view(torch.float8_e4m3fn), made["scale"]
+
+
+_QUANTIZED = Memory[Any, Bound](1024, "calls of quantize")
 
 
 def _mean(k: torch.Tensor, given: Given | None) -> torch.Tensor:
     """(items, heads_kv, head_dim): of the keys that count."""
+    if (given is None or not given.tensors) and k.shape[1]:
+        return k.mean(1, dtype=torch.float32)
     item, counts = rows_of_items(k, given, "k")
     wide = k.float() if counts is None else k.float().masked_fill(~counts[..., None, None], 0.0)
     items = k.shape[0] if given is None else given.batch(k)

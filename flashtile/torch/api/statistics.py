@@ -1,8 +1,9 @@
-"""What `returns` asks of `attention`: statistics of the softmax, by passes of their own behind the call; and what uses them."""
+"""What `returns` asks of `attention`: statistics of the softmax, beside its forward or by passes behind it; what uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from flashtile.torch.execute.plain import is_compiling, is_distributed, transfor
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.functional import requires_grad_below
 from flashtile.torch.routes.request import write
-from flashtile.torch.routes.statistics import STATISTICS
+from flashtile.torch.routes.statistics import STATISTICS, WATCHED
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,21 +36,52 @@ def attend_with(
         if refused:
             reason = "passes of statistics take dense tensors of one device; take them of each shard, or by attention_varlen"
             raise NotSupported(f"statistics of attention of {name}", {"torch": [reason]})
-    out, lse = attend(arguments._replace(return_lse=True))
+    arguments = arguments._replace(return_lse=True)
+    beside = (wish.max_logit or wish.entropy) and arguments.dropout is None
+    if beside and (is_compiling() or not (transforms() or is_dual_level())):
+        out, found = _beside(wish, packs, given, arguments)
+        if wish.mass:
+            only = Wish(mass=True, last=wish.last)
+            found = found._replace(mass=_passes(only, packs, given, arguments, found.lse.detach()).mass)
+        return out, found if wish.lse else found._replace(lse=None)
+    out, lse = attend(arguments)
     if not wish.passes:
         return out, Statistics(lse=lse if wish.lse else None)
-    found = _passes(wish, packs, given, arguments._replace(dropout=None, return_lse=True), lse.detach())
+    found = _passes(wish, packs, given, arguments._replace(dropout=None), lse.detach())
     return out, found._replace(lse=lse if wish.lse else None)
 
 
-def _passes(wish: Wish, packs: Tensors, given: Given | None, arguments: Arguments, lse: torch.Tensor) -> Statistics:
-    """What takes a pass of its own."""
+def _beside(wish: Wish, packs: Tensors, given: Given | None, arguments: Arguments) -> tuple[torch.Tensor, Statistics]:
+    """(out, lse and the statistics of rows), of one operator."""
+    text, floats, ints, captured, others = _written(packs, given, arguments)
+    wanted = 0
+    if torch.is_grad_enabled():
+        for i, tensor in enumerate((*packs, *captured)):
+            wanted |= int(tensor.requires_grad) << i
+    rows = _which(replace(wish, mass=False))
+    out, lse, _, peak, entropy = WATCHED(*packs, [*captured, *others], rows, wanted, text, floats, ints)
+    largest = _largest(peak, given) if wish.max_logit else None
+    return out, Statistics(lse, largest, entropy if wish.entropy else None)
+
+
+def _which(wish: Wish) -> str:
+    asked = (("peak", wish.max_logit), ("entropy", wish.entropy), ("mass", wish.mass))
+    return ",".join(name for name, there in asked if there)
+
+
+def _written(packs: Tensors, given: Given | None, arguments: Arguments) -> Any:
+    """A call as operators take it, checked."""
     varlen = given is not None and given.varlen
     q, k, v = (t[None] for t in packs) if varlen else packs
     check_tensors(q, k, v, given)
     if given is not None:
         arguments = arguments._replace(mask=mask_of_call(arguments.mask, q, k, True))
-    text, floats, ints, captured, others = write(APART, q, given, arguments)
+    return write(APART, q, given, arguments)
+
+
+def _passes(wish: Wish, packs: Tensors, given: Given | None, arguments: Arguments, lse: torch.Tensor) -> Statistics:
+    """What takes a pass of its own."""
+    text, floats, ints, captured, others = _written(packs, given, arguments)
     wanted, inputs = 0, (*packs, *captured)
     if wish.entropy and is_dual_level():
         refuse_tangents(
@@ -62,8 +94,8 @@ def _passes(wish: Wish, packs: Tensors, given: Given | None, arguments: Argument
         for i, tensor in enumerate(inputs):
             if tensor.requires_grad or (within and requires_grad_below(tensor)):
                 wanted |= 1 << i
-    which = ",".join(n for n, there in (("peak", wish.max_logit), ("entropy", wish.entropy), ("mass", wish.mass)) if there)
-    peak, entropy, mass = STATISTICS(*packs, [*captured, *others], lse, which, wish.last, wanted, text, floats, ints)
+    numbers = wish.last, wanted, text, floats, ints
+    peak, entropy, mass = STATISTICS(*packs, [*captured, *others], lse, _which(wish), *numbers)
     return Statistics(
         max_logit=_largest(peak, given) if wish.max_logit else None, entropy=entropy if wish.entropy else None,
         mass=mass if wish.mass else None,

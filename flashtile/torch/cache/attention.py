@@ -8,13 +8,13 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, check_names, renamed
 from flashtile.problem.attention import MAX_HEAD_DIM
-from flashtile.problem.cache import Pages, check_split
+from flashtile.problem.cache import CachedProblem, Pages, check_split
 from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
-from flashtile.torch.cache.operator import attend, layout_of, side_by_side, slots_of
+from flashtile.torch.cache.operator import attend, describe, layout_of, side_by_side, slots_of
 from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for_each
 from flashtile.torch.cache.tensors import (
     CALLED,
@@ -38,6 +38,7 @@ ARGUMENTS = (
     "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "return_lse", "options",
 )  # fmt: skip
 
+NAMES = frozenset(ARGUMENTS)
 POOLS, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
 
 
@@ -83,29 +84,16 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    if not changes.keys() <= {"score", "scale", "sink", "k_scale", "v_scale", "shared_prefix"}:
-        check_names("attention_cached", changes, ARGUMENTS)
     packed = cu_seqlens_q is not None
     check_pools(q, k_cache, v_cache, packed)
     pair = None if append is None else check_pair(append, k_cache, v_cache, packed)
     if append is None and rotary is not None:
         raise InvalidProblem("rotary is given without append; rotate q by flashtile.ops.rotary.")
-    cu_q = None if cu_seqlens_q is None else int32("cu_seqlens_q", cu_seqlens_q, q)
-    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    if batch < 0:
-        raise InvalidProblem("cu_seqlens_q has 0 elements; it must have batch + 1.")
-    used = int32("seqused_k", seqused_k, q, batch)
-    first = None if first_k is None else int32("first_k", first_k, q, batch)
-    pages = check_table(k_cache, page_table, batch, first is not None)
-    scales = (
-        check_scale("k_scale", changes.get("k_scale"), k_cache, batch),
-        check_scale("v_scale", changes.get("v_scale"), v_cache, batch),
+    asked = {"causal": causal, "window": window, "mask": mask, "return_lse": return_lse, "options": options, **changes}
+    asked, cu_q, used, first, pages, scales, written, chosen = _read(
+        (q, k_cache, v_cache), page_table, seqused_k, cu_seqlens_q, first_k, split, asked
     )
-    options = DEFAULT if options is None else options
-    asked = {"causal": causal, "window": window, "mask": mask, "score": modifiers(changes.get("score", ()))}
-    asked |= {"scale": changes.get("scale"), "sink": changes.get("sink"), "return_lse": return_lse, "options": options}
-    text, floats, ints, captured, others = _write((q, k_cache, v_cache), pages, used, cu_q, asked)
-    chosen = -1 if split is None else check_split(plain(split), pages)
+    text, floats, ints, captured, others = written
     counts = q.shape[1] if cu_q is None else cu_q.diff()
     added = 0 if append is None else counts
     prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
@@ -119,7 +107,7 @@ def attention_cached(
                 f"append's k has shape {tuple(pair[0].shape)} and q {tuple(q.shape)}; they must have as many "
                 f"{'tokens' if packed else 'items'}."
             )
-        new = prepare(q, pair, (k_cache, v_cache), scales, page_table, used, cu_q, rotary, options.backend)
+        new = prepare(q, pair, (k_cache, v_cache), scales, page_table, used, cu_q, rotary, asked["options"].backend)
         if not is_watched(q, k_cache, v_cache):  # nothing is written for a call that fails
             layout_of(q, k_cache, v_cache, scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
             if q.device.type == "cpu":
@@ -139,6 +127,49 @@ def attention_cached(
     else:
         out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
     return (out, lse) if return_lse else out
+
+
+def problem_of(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor | None = None, *,
+    seqused_k: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, first_k: torch.Tensor | None = None,
+    split: int | None = None, **asked: Any,
+) -> CachedProblem:  # fmt: skip
+    """The problem of such a call, as `explain` has it: nothing is computed, and no number in a tensor is looked at."""
+    check_pools(q, k_cache, v_cache, cu_seqlens_q is not None)
+    three = (q, k_cache, v_cache)
+    _, _, _, first, _, scales, written, chosen = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
+    text, floats, ints, captured, others = written
+    return describe(three, scales, page_table, first is not None, [*captured, *others], chosen, text, floats, ints)[0]
+
+
+def _read(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: torch.Tensor | None, seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None, first_k: torch.Tensor | None, split: int | None, given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What a call says, checked: (what `Arguments` takes, cu_seqlens_q, seqused_k, first_k, pages, scales, the call as
+    `routes/request.py` writes it, split or -1).
+    """
+    if not given.keys() <= NAMES:
+        check_names("attention_cached", given, ARGUMENTS)
+    q, k_cache, v_cache = three
+    cu_q = None if cu_seqlens_q is None else int32("cu_seqlens_q", cu_seqlens_q, q)
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    if batch < 0:
+        raise InvalidProblem("cu_seqlens_q has 0 elements; it must have batch + 1.")
+    used = int32("seqused_k", seqused_k, q, batch)
+    first = None if first_k is None else int32("first_k", first_k, q, batch)
+    pages = check_table(k_cache, page_table, batch, first is not None)
+    scales = (
+        check_scale("k_scale", given.get("k_scale"), k_cache, batch),
+        check_scale("v_scale", given.get("v_scale"), v_cache, batch),
+    )
+    asked = {name: given.get(name, False) for name in ("causal", "return_lse")}
+    asked |= {name: given.get(name) for name in ("window", "mask", "scale", "sink")}
+    options = given.get("options")
+    asked |= {"score": modifiers(given.get("score", ())), "options": DEFAULT if options is None else options}
+    written = _write(three, pages, used, cu_q, asked)
+    chosen = -1 if split is None else check_split(plain(split), pages)
+    return asked, cu_q, used, first, pages, scales, written, chosen
 
 
 def _write(

@@ -11,6 +11,7 @@ others: `routes/request.py`. Neither has gradients; `gradient.py` goes another w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from flashtile.torch.routes.operator import dense_strides, laid
 from flashtile.torch.routes.request import read
 
 _MOST = 1024  # remembered layouts
+PLACES = ("seqused_k", "page_table", "cu_seqlens")  # of an append by the items' lengths
 
 
 # -- append ---------------------------------------------------------------------------------------------------------------
@@ -48,28 +50,39 @@ def run_append(
 ) -> None:  # fmt: skip
     count, size = k_cache.shape[:2]
     stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
+    places: dict[str, torch.Tensor] = {}
+    items = None
     if slots is None:
         assert used is not None
-        slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
+        items = used.shape[0]
+        if k.device.type == "cpu":
+            slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
+        if k.device.type != "cpu" or backend == "triton":  # the kernel finds the rows itself
+            slots, after = None, used + (k.shape[1] if cu is None else cu.diff())
+            places = {n: t for n, t in zip(PLACES, (after, page_table, cu), strict=True) if t is not None}
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
     scales = {"k": _new_scale(k_scale, k, cu), "v": _new_scale(v_scale, v, cu)}
     if k.dim() == 3:
-        k, v, slots = k[None], v[None], slots[None]
+        k, v, slots = k[None], v[None], slots if slots is None else slots[None]
+    places |= {} if slots is None else {"slots": slots}
     tensors = {"k": k, "v": v, "k_cache": bytes_of(k_cache), "v_cache": bytes_of(v_cache)}
-    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | {"slots": slots}
+    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | places
     if shared:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("v")}
-    key = (backend, k.device, k.dtype, stored, shared, v.shape)
+    key = (backend, k.device, k.dtype, stored, shared, v.shape, *places)
     key += tuple((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors.values())
     bound = _APPENDS.get(key)
     if bound is None:
         slabs, seqlen, heads, dim = k.shape
+        columns = None if page_table is None else page_table.shape[1]
         problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared)
+        if slots is None:
+            problem = replace(problem, items=items, columns=columns, packed=cu is not None)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
-    if slots.numel():
+    if k.numel() and items != 0:
         bound.run(tensors)
     written = [k_cache, v_cache, *(scale for scale in (k_scale, v_scale) if scale is not None and scaling_of(scale) == "token")]
     for pool in written:  # launches tell nobody what they write
@@ -189,6 +202,24 @@ def layout_of(
     return found, {name: tensors[i] for name, i in found.places.items()}
 
 
+def describe(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: bool,
+    others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
+) -> tuple[CachedProblem, Any, str | None]:  # fmt: skip
+    """(the problem, the request, the backend that is asked for) of a call; split -1: the default."""
+    request = read(text)
+    batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
+    pages = check_table(three[1], page_table, batch, first)
+    try:
+        named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
+    except InvalidProblem as error:
+        raise renamed(error, CALLED) from None
+    split = default_split(named.problem, pages) if split < 0 else split
+    stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
+    aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
+    return CachedProblem(named.problem, pages, split, stored, shared, aligned), request, named.options.backend
+
+
 class _Layout:
     """What is known of calls of one request with tensors of one layout."""
 
@@ -196,20 +227,10 @@ class _Layout:
         self, three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: bool,
         others: list[torch.Tensor], asked: tuple[Any, ...],
     ):  # fmt: skip
-        split, text, floats, ints = asked
-        request, q = read(text), three[0]
-        batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
-        pages = check_table(three[1], page_table, batch, first)
-        try:
-            named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
-        except InvalidProblem as error:
-            raise renamed(error, CALLED) from None
+        self.problem, request, backend = describe(three, scales, page_table, first, others, *asked)
+        q = three[0]
         self.packed = request.varlen
-        split = default_split(named.problem, pages) if split < 0 else split
-        stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
-        aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
-        self.problem = CachedProblem(named.problem, pages, split, stored, shared, aligned)
-        self.plan = dispatch.plan_cached(self.problem, device_of(q.device), named.options.backend)
+        self.plan = dispatch.plan_cached(self.problem, device_of(q.device), backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
         self.places = _places(self.problem, request.lengths)
         self._bound: Bound | None = None

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.problem.cache import CachedProblem
 from flashtile.torch.cache.append import append_to_cache
-from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache.attention import attention_cached, problem_of
 from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
-from flashtile.torch.call.stored import Scales, check_scale
+from flashtile.torch.call.stored import Scales, check_scale, is_shared
 from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_traced
 
@@ -22,7 +23,8 @@ class PagedCache:
 
     k, v: (pages, page_size, heads_kv, head_dim); page_table: int32 (batch, columns), None for item i in page i;
     seqused: int32 (batch,), rows of each item; first_k: int32 (batch,) or None, and k_scale, v_scale, of a cache of 8 bits, as
-    `attention_cached` has them.
+    `attention_cached` has them. It can be copied, pickled and saved (torch.load wants
+    `torch.serialization.safe_globals([flashtile.PagedCache])`).
     """
 
     k: torch.Tensor
@@ -42,6 +44,23 @@ class PagedCache:
         if self.first_k is not None:
             int32("first_k", self.first_k, self.k, batch)
         self._scales(batch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies, pickles and files hold: a tensor that is another's memory is not held twice, and stays that."""
+        state = dict(self.__dict__)
+        if is_shared(self.k, self.v):
+            state["v"] = self.v.shape[3]
+        if self.k_scale is not None and self.v_scale is self.k_scale:
+            state["v_scale"] = "k_scale"
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if isinstance(state["v"], int):
+            state["v"] = state["k"][..., : state["v"]]
+        if isinstance(state["v_scale"], str):
+            state["v_scale"] = state["k_scale"]
+        self.__dict__.update(state)
 
     def _scales(self, batch: int) -> Scales:
         return check_scale("k_scale", self.k_scale, self.k, batch), check_scale("v_scale", self.v_scale, self.v, batch)
@@ -64,6 +83,13 @@ class PagedCache:
     def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
         """`attention_cached` of q over it; arguments: those that say nothing of the cache. append=(k, v) leaves `seqused`."""
         return attention_cached(
+            q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, k_scale=self.k_scale,
+            v_scale=self.v_scale, **arguments,
+        )  # fmt: skip
+
+    def problem(self, q: torch.Tensor, **arguments: Any) -> CachedProblem:
+        """The problem of `attention` with these arguments, those of appending and shared_prefix left out: `explain` has it."""
+        return problem_of(
             q, self.k, self.v, self.page_table, seqused_k=self.seqused, first_k=self.first_k, k_scale=self.k_scale,
             v_scale=self.v_scale, **arguments,
         )  # fmt: skip

@@ -60,6 +60,27 @@ def statistics(
     return made
 
 
+def forward_with_statistics(
+    call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], wanted: frozenset[str]
+) -> tuple[list[torch.Tensor], Tensors]:
+    """(what `call.forward` returns, those of "peak" and "entropy" that are wanted).
+
+    One launch where the forward's backend keeps them beside out; elsewhere the forward, and a pass behind it.
+    """
+    plan = dispatch.plan_watched(call.problem, call.place, wanted, call.options.backend)
+    if plan is None:
+        made = call.forward(packs, others)
+        return made, statistics(call, packs, others, made[1], wanted, 0)
+    tensors = call.tensors(packs, others)
+    given = tensors.values()
+    key = "watched", wanted, alignment(addresses_of(given)) if call.on_gpu else 0, *map(torch.Tensor.stride, given)
+    bound = call.bound_directed.get(key)
+    if bound is None:
+        bound = call.bound_directed[key] = Bound(plan, tensors, call.device)
+    found = bound.run(tensors)
+    return [found[name] for name in call.kept], {name: found[name] for name in wanted}
+
+
 def entropy_gradients(
     call: PreparedCall, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], lse: torch.Tensor,
     entropy: torch.Tensor, arriving: torch.Tensor, needs: Sequence[bool],

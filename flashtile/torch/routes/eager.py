@@ -121,7 +121,7 @@ def attend(call: PreparedCall, others: tuple[torch.Tensor, ...], *packs: torch.T
     return (out, lse) if call.problem.returns_lse else out
 
 
-class _Attention(torch.autograd.Function):
+class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: PreparedCall, parts: Tensors | None, *given: torch.Tensor) -> Any:
         kept = call.hosted(*given) if call.hosted else None
@@ -158,5 +158,5 @@ class _Attention(torch.autograd.Function):
 
 
 # What `Function.apply` comes to outside of torch.func's transforms: calls within them have gone to the operator.
-_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply: Any = super(torch.autograd.Function, _EagerAttention).apply  # pyright: ignore[reportAttributeAccessIssue]
 _alive: Any = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue] (of what outlived a transform)

@@ -1,9 +1,9 @@
 """Attention as functions that PyTorch differentiates in every way, twice too, and the operators under torch.func.
 
-Functions call each other's passes: `_Attention`, its gradients `_Backward`, its tangents `_Tangent`, and `_Dual`, which has
-out and its tangent of one pass. What a second derivative needs is `_Second`, which ends the chain: a third one is refused by
-name. Each takes what runs it, `_Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the two have
-the same methods.
+Functions call each other's passes: `_FunctionalAttention`, its gradients `_Backward`, its tangents `_Tangent`, and `_Dual`,
+which has out and its tangent of one pass. What a second derivative needs is `_Second`, which ends the chain: a third one is
+refused by name. Each takes what runs it, `Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the
+two have the same methods.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtile.torch.routes.request import read
 Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of q
 
 
-class _Asked:
+class Asked:
     """What the operators are asked besides tensors: one value to those who take arguments apart.
 
     duals: the tensors as they came, where forward mode is by itself: their tangents are there while its level is.
@@ -38,9 +38,9 @@ class _Asked:
     def __init__(self, wanted: int, text: str, *numbers: Any):
         self.wanted, self.numbers = wanted, (text, *numbers)
 
-    def wanting(self, wanted: int) -> _Asked:
+    def wanting(self, wanted: int) -> Asked:
         """The same, with gradients of other tensors: bit i says whether the i-th has one."""
-        return _Asked(wanted, *self.numbers)
+        return Asked(wanted, *self.numbers)
 
     def forward(self, given: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v, *others = given
@@ -128,7 +128,7 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
 
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
     """(out, lse, residual), as the operator gives them; of duals of the innermost level without residual."""
-    runs, given = _Asked(*asked), (q, k, v, *others)
+    runs, given = Asked(*asked), (q, k, v, *others)
     if makes_duals():
         duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
         if any(tangent is not None for _, tangent in duals):
@@ -139,7 +139,7 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
             made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
             out, lse, tout, tlse = made
             return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse), None
-    return _Attention.apply(runs, *given)
+    return _FunctionalAttention.apply(runs, *given)
 
 
 def makes_duals() -> bool:
@@ -171,7 +171,7 @@ def _refuse(what: str, runs: Any, reason: str) -> NotSupported:
     return NotSupported(f"{what} of attention", {backend: [reason]})
 
 
-class _Attention(torch.autograd.Function):
+class _FunctionalAttention(torch.autograd.Function):
     """(out, lse, residual)."""
 
     generate_vmap_rule = True
@@ -323,7 +323,7 @@ class _Dual(torch.autograd.Function):
         def first(runs: Any, arriving: Tensors, at: Tensors) -> list[Maybe]:
             kept = (out, lse, out.new_empty(0))
             if out.dtype is torch.float32:  # whose backward wants more of its forward
-                kept = _Attention.apply(runs, *given)
+                kept = _FunctionalAttention.apply(runs, *given)
             return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *at))
 
         if all(g is None for g in along):

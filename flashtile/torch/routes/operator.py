@@ -53,7 +53,7 @@ def run_forward(
     if wanted:
         layout.call.require_backward()
     out, lse, *kept = layout.call.forward(layout.slabs(packs), rest)
-    residual, lse = _residual(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
+    residual, lse = residual_of(lse, kept, q.dtype), lse.contiguous()  # a CPU's may lie otherwise
     if layout.varlen:
         out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
     return laid(out, layout.out_strides), lse, residual
@@ -195,7 +195,7 @@ def _resolved(tensors: Sequence[Maybe]) -> tuple[torch.Tensor, ...]:
     return tuple([t.resolve_neg() if t.is_neg() else t for t in tensors if t is not None])
 
 
-def _residual(lse: torch.Tensor, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def residual_of(lse: torch.Tensor, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """What a backend keeps besides out and lse: of float32 up to two numbers a row, (batch, heads_q, 2, seqlen_q)."""
     if dtype is not torch.float32:
         return lse.new_empty(0)
@@ -323,7 +323,7 @@ def below_autograd() -> Generator[None]:
         yield
 
 
-class _Attention(torch.autograd.Function):
+class _OperatorAttention(torch.autograd.Function):
     """The operator, with its gradients by the other one."""
 
     @staticmethod
@@ -354,7 +354,7 @@ class _Attention(torch.autograd.Function):
 
 
 def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *asked: Any) -> Any:
-    """The operator's outputs, with their gradients by `_Attention`.
+    """The operator's outputs, with their gradients by `_OperatorAttention`.
 
     Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient:
     here, at the level of one of them, they say it.
@@ -362,7 +362,7 @@ def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], want
     packs = [t for t in (q, k, v) if t is not None]
     for i, tensor in enumerate((*packs, *others[: read(text).captured])):
         wanted |= int(tensor.requires_grad) << i
-    return record_at_level(_Attention, (wanted, text, *asked), q, k, v, *others)
+    return record_at_level(_OperatorAttention, (wanted, text, *asked), q, k, v, *others)
 
 
 class _Gradients(torch.autograd.Function):

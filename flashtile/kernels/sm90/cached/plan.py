@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
 from flashtile.kernels.sm90.host import choose_cached as choose
 from flashtile.kernels.sm90.host.choose_cached import STRIP, CachedLaunch, make_cached_tile
@@ -42,7 +44,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     calls = [forward]
     if sums:
         packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
-        calls.append(combine_call(problem, packing, tile, 1 if tile.folds else group_of(split)))
+        plain = replace(tile, parts=1, folds=False)  # the sum is the same kernel, whoever made the parts
+        calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split)))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

@@ -20,6 +20,18 @@ def operand_layout(columns: int) -> Any:
 
 
 @gluon.constexpr_function
+def stored_layout(columns: int) -> Any:
+    """An accumulator of products of 8 bits, 32 of which are summed over at a time: it lies as `matrix_layout(columns)` does."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.constexpr_function
+def stored_operand_layout(columns: int) -> Any:
+    """The left operand of 8 bits, in registers, of a product that accumulates into `stored_layout(columns)`."""
+    return gl.DotOperandLayout(0, stored_layout(columns), 4)
+
+
+@gluon.constexpr_function
 def row_layout(columns: int) -> Any:
     """One number per row of `matrix_layout(columns)`."""
     return gl.SliceLayout(1, matrix_layout(columns))

@@ -5,6 +5,7 @@ from flashtile.kernels.device.score import unit
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
 from flashtile.kernels.sm90.device.partial import store_part
 from flashtile.kernels.sm90.device.parts import first_parts, part_at
+from flashtile.kernels.sm90.forward.fp8 import LIFT_LOG2, values_scale
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_store
 
 
@@ -20,12 +21,12 @@ def load_sink(targets, at, T: gl.constexpr):
 
 
 @gluon.jit
-def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_args, seed,
+def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_args, given,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
     """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
     sink as `load_sink` gives it. Which rows have a sum that is infinite, or no number.
-    targets as the kernel has them; `whole` is the problem's Size, `size` the item's.
+    targets as the kernel has them; `whole` is the problem's Size, `size` the item's; given = (dropout's seed, region).
     """
     PARTS_V: gl.constexpr = T.parts_v
     ROWS: gl.constexpr = T.rows
@@ -36,6 +37,8 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
     else:
         level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
+    if T.stored.fp8:
+        level = level - LIFT_LOG2
     if T.softmax.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
@@ -58,7 +61,9 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     if targets[0].to(gl.int64) != 0:
         gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
     if T.modifiers.dropout:
-        share *= seed.factor
+        share *= given[0].factor
+    if T.stored.v_head:
+        share *= values_scale(given[1], at, size.group, T)
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
     if T.mask.masked:
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]
@@ -69,7 +74,7 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         out = acc[part] * share
         if T.mask.masked:
             out = gl.where(seen, out, 0.0)
-        out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
+        out_tile(mem, out_desc, GROUP, part, T).reshape([ROWS, COLUMNS]).store(out.to(out_desc.dtype))
     fence_async_shared()
     for part in gl.static_range(PARTS_V):
         tile = out_tile(mem, out_desc, GROUP, part, T)
@@ -97,7 +102,7 @@ def send(tile, desc, target, at, column, WIDTH: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def parted(acc, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
     """An accumulator for each part of a head dim."""
-    if PARTS == 1:
+    if PARTS < 3:
         return acc
     else:
         ROWS: gl.constexpr = acc[1].shape[0]

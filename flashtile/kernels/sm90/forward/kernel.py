@@ -43,6 +43,7 @@ from flashtile.kernels.sm90.device.scores import (
 )
 from flashtile.kernels.sm90.device.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.sm90.forward.epilogue import finish, load_sink
+from flashtile.kernels.sm90.forward.fp8 import LIFT_LOG2, add_stored, multiply_stored, plain, scores_scale, stored_weights
 from flashtile.kernels.sm90.forward.mma import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.sm90.forward.producer import load
 from flashtile.kernels.sm90.forward.retry import (
@@ -123,6 +124,7 @@ class Rows(NamedTuple):
     total: gl.tensor  # sums of probabilities, one for each of the four lanes that hold a row
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
+    decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
 
 
 @gluon.jit
@@ -177,6 +179,8 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     scale, score_args, region = rest[0], rest[1], rest[2]
     given = given[0], given[1], careful(mem.again, GROUP, T)
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
+    if T.stored.scales:
+        scale = scores_scale(scale, region, at, size.group, T)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
     fetched = fetch(tile, at, size, score_args, T.mask.masked, T, SCORE)
@@ -205,7 +209,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
-    ran = finish(done, sink, out_desc, targets, mem, at, whole, size, scale, score_args, given[0], GROUP, T, SCORE)
+    ran = finish(done, sink, out_desc, targets, mem, at, whole, size, scale, score_args, (given[0], region), GROUP, T, SCORE)
     if not T.pipeline.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
@@ -246,14 +250,19 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
     """(the Rows, all values added; the next turn's Job where that is found here) behind a walk's last tile."""
     if T.mask.unseen and T.mask.left and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
-    acc = add_values(rows, mem, use, HALF, T)
+    if T.stored.fp8:
+        acc = add_stored(rows, mem, use, T)
+    else:
+        acc = add_values(rows, mem, use, HALF, T)
     if T.mask.blocks_q == 0 and not T.items.ragged:
         job = job_at(place_at(turn + 1, whole, T), whole, region, T)  # divisions and loads, here hidden under the product
     if (
         T.modifiers.sink
     ):  # long over, but it ends in a jump: in front of the product ptxas would wait for what `load_sink` loads
         mem.values.wait(use)
-    return Rows(settle(acc, mem.values, use, T.pieces), (), rows.top, rows.total, (), ()), job
+    if not T.stored.fp8:
+        acc = settle(acc, mem.values, use, T.pieces)
+    return Rows(acc, (), rows.top, rows.total, (), (), ()), job
 
 
 @gluon.jit
@@ -311,6 +320,8 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.release(use)
+    if T.stored.fp8:
+        score = plain(score)
     if T.mask.blocks_q > 0:
         if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
             score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.mask.above, T, SCORE, MASK)
@@ -329,7 +340,10 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     if T.softmax.bounded:
         top = gl.maximum(top, lowest(factor))
-    p = gl.exp2(score * factor - level(top * factor, T.mask.masked, T)[:, None])
+    shift = level(top * factor, T.mask.masked, T)
+    if T.stored.fp8:
+        shift = shift - LIFT_LOG2
+    p = gl.exp2(score * factor - shift[:, None])
     total = lane_sums(p, T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
@@ -338,15 +352,18 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         ahead = words_of(following, at, size, given[0], T)
     if HALF == LOWER:
         p = followed_by_zeros(p)
-    weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
+    weights = stored_weights(p, T) if T.stored.fp8 else as_weights(p, drawn, given[0], mem.v.dtype, T)
     if T.mask.asks and T.mask.blocks_q == 0:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.mask.unseen and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     top = gl.convert_layout(top, row_layout(T.block_k))
+    decay = ()
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead)
+    elif T.stored.fp8:
+        decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay)
 
 
 @gluon.jit
@@ -365,7 +382,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
-    if T.schedule.apart:
+    if T.stored.fp8:
+        acc = add_stored(rows, mem, use - 1, T)
+    elif T.schedule.apart:
         acc = settle(add_values(rows, mem, use - 1, WHOLE, T), mem.values, use - 1, T.pieces)
     mem.keys.wait(use)
     take_turn(GROUP, T)
@@ -383,6 +402,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     wild = remembered(mem.again, GROUP, T) if T.softmax.votes else given[2]
     score = warpgroup_mma_wait(0 if T.schedule.apart else T.pieces, deps=[score])
     mem.keys.release(use)
+    if T.stored.fp8:
+        score = plain(score)
+    decay = ()
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
@@ -425,19 +447,27 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
         if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
+        if T.stored.fp8:
+            shift = shift - LIFT_LOG2
         p = exponentials(score * factor - gl.convert_layout(shift, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
-        acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
+        if T.stored.fp8:
+            weights = stored_weights(p, T)
+        else:
+            acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched, ahead)
+    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else ())
 
 
 @gluon.jit
 def multiply_keys(score, mem, use, GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr):
     """Queries times a key tile, or a HALF of it, under way, onto `score` if modifiers add."""
-    keys = mem.k, mem.keys.at(use)
-    return multiply_parts(score, (mem.q, GROUP), keys, T.modifiers.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
+    if T.stored.fp8:
+        return multiply_stored(mem.q.index(GROUP), mem.k.index(mem.keys.at(use)), T.rows, T.block_k, T.columns)
+    else:
+        keys = mem.k, mem.keys.at(use)
+        return multiply_parts(score, (mem.q, GROUP), keys, T.modifiers.adds > 0, T.rows, T.block_k, T.columns, T.parts, HALF)
 
 
 @gluon.jit
@@ -459,19 +489,23 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
     targets = (lse, sink or None, out, strides of out and sink); lse is (batch, heads_q, seqlen_q), natural logarithm, float32,
     contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments
     of modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
-    lists, or None).
+    lists, or None; where q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
+
+    Where T.stored.fp8 q, k and v are bytes, and v is what `values.py` makes of it, (slabs, heads_kv, head_dim_v, padded).
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     GROUPS: gl.constexpr = T.groups
+    V_ROWS: gl.constexpr = T.columns_v if T.stored.fp8 else T.block_k
+    V_COLUMNS: gl.constexpr = T.block_k if T.stored.fp8 else T.columns_v
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
     seqlen_q, seqlen_k = q_desc.shape[2], k_desc.shape[2]
     q = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts, 1, 1, ROWS, T.columns], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts, 1, 1, BLOCK_K, T.columns], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v, 1, 1, BLOCK_K, T.columns_v], v_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v, 1, 1, V_ROWS, V_COLUMNS], v_desc.layout)
     out = q
     if T.pipeline.staged:
-        out = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
+        out = gl.allocate_shared_memory(out_desc.dtype, [GROUPS * T.parts_v, 1, 1, ROWS, T.columns_v], out_desc.layout)
     job = q
     if T.mask.blocks_q > 0:
         job = make_words(5)

@@ -77,5 +77,7 @@ def empty(ROWS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
     if PARTS == 3:
         WIDE: gl.constexpr = 2 * COLUMNS
         return gl.zeros([ROWS, WIDE], gl.float32, matrix_layout(WIDE)), acc  # pyright: ignore[reportCallIssue]
+    elif PARTS == 2:
+        return acc, gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
     else:
         return (acc,)

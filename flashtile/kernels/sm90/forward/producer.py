@@ -1,5 +1,6 @@
 """The forward's loading role: queries, keys and values of every tile, by the copy engine."""
 
+from flashtile.kernels.device.grid import ROWS
 from flashtile.kernels.sm90.device.parts import part_at
 from flashtile.kernels.sm90.forward.retry import NONE, meet
 from flashtile.kernels.sm90.forward.tile_scheduler import (
@@ -50,6 +51,9 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
     seen, indices = visit(at, own, region, T)
     KEYS_FIRST: gl.constexpr = dout_desc is None  # pyright: ignore[reportAssignmentType]
     key = at.item.first_k + tile_at(indices, seen, seen.end - 1, own, T) * T.block_k
+    first_v = at.item.first_k
+    if T.stored.fp8 and T.items.varlen:
+        first_v = (first_v // ROWS + at.item.batch) * ROWS
     fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, KEYS_FIRST, T)
     # the last products with the old queries are done, and what was told is read, when their last keys are let go of
     if (T.pipeline.staged or T.mask.blocks_q > 0) and turn > 0:
@@ -69,7 +73,7 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
                 fill_side(k_desc, v_desc, mem, use + 1, at.slab, head_kv, key, True, T)
                 if T.modifiers.brought:
                     fill_biases(bias_desc, mem, use + 1, at, key, 0, 1, T)
-                value = at.item.first_k + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
+                value = first_v + tile_at(indices, seen, seen.end - 1 - n, own, T) * T.block_k
                 fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, value, False, T)
                 if T.modifiers.brought:  # those for whom it lies there are half a step behind
                     fill_biases(bias_desc, mem, use + 1, at, key, 1, T.groups, T)
@@ -78,7 +82,7 @@ def load_tile(q_desc, k_desc, v_desc, bias_desc, dout_desc, mem, use, turn, at, 
                 fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, True, T)
             use += 1
     if KEYS_FIRST:
-        key = at.item.first_k + tile_at(indices, seen, seen.first, own, T) * T.block_k
+        key = first_v + tile_at(indices, seen, seen.first, own, T) * T.block_k
         fill_side(k_desc, v_desc, mem, use, at.slab, head_kv, key, False, T)
         use += 1
     return use
@@ -89,6 +93,8 @@ def fill_side(k_desc, v_desc, mem, use, batch, head, row, KEYS: gl.constexpr, T:
     """Load a key tile, or its values."""
     if KEYS:
         fill(k_desc, mem.k, mem.keys, use, batch, head, row, T.columns, T.parts)
+    elif T.stored.fp8:
+        fill_turned(v_desc, mem.v, mem.values, use, batch, head, row, T.columns_v, T.parts_v)
     else:
         fill(v_desc, mem.v, mem.values, use, batch, head, row, T.columns_v, T.parts_v)
 
@@ -118,6 +124,14 @@ def fill(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PAR
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
     for part in gl.static_range(PARTS):
         tma_load(desc, [batch, head, row, part * COLUMNS], bar, part_at(tiles, channel.at(use), part, PARTS))
+
+
+@gluon.jit
+def fill_turned(desc, tiles, channel, use, batch, head, row, COLUMNS: gl.constexpr, PARTS: gl.constexpr):
+    """As `fill`, of values that `values.py` has turned."""
+    bar = channel.acquire(use, desc.block_type.nbytes * PARTS)
+    for part in gl.static_range(PARTS):
+        tma_load(desc, [batch, head, part * COLUMNS, row], bar, part_at(tiles, channel.at(use), part, PARTS))
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from math import ceil
 
 from flashtile.kernels.device.score import form_of
 from flashtile.kernels.sm90.host.schedule import MOST_QUEUED, busiest, queued, tile_count, tile_lengths
-from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, bounded, cut
+from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, bounded, cut, key_parts, value_parts
 from flashtile.memory import remembered
 from flashtile.plan.device import Device
 from flashtile.plan.rules import Reason, Rule, apply_all
@@ -108,6 +108,21 @@ QUERIES: dict[int, Tiling] = {
         (64, 128, 3, 1.4), (96, 128, 2, 1.8), (128, 128, 2, 2.15), (192, 64, 2, 1.8), (256, 64, 1, 2.4),
     )
 }  # fmt: skip
+STORED = "of bytes, whose products are begun anew for every key tile: three warpgroups fill each other's gaps"
+STORED_WIDE = "of bytes and 256 columns two warpgroups have registers for accumulators, and each half's product beside them"
+STORED_SHAPED = "of bytes, with modifiers, which three warpgroups have no registers for"
+UNTIMED = "not timed yet: priced at half of what 16 bits take"
+# Of q, k and v in e4m3, by the wider head dim.
+FP8: dict[int, tuple[Tiling, ...]] = {
+    width: (
+        Tiling(replace(APART_ROLES, stages=stages, resident=True), key_us, STORED, lambda p: not p.score, UNTIMED),
+        Tiling(
+            replace(APART_ROLES, groups=2, stages=stages, resident=True), key_us * 0.7, STORED_SHAPED, lambda p: bool(p.score),
+            UNTIMED,
+        ),
+    )
+    for width, stages, key_us in ((64, 4, 1.0), (128, 4, 1.2))
+} | {256: (Tiling(replace(APART_ROLES, groups=2, resident=True), 1.6, STORED_WIDE, measured=UNTIMED),)}  # fmt: skip
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
 # Keys and values that heads computed together may have: above, the L2 cache (two halves of 25 MB) loses them, unless all of
@@ -202,6 +217,9 @@ def _cheapest(p: AttentionProblem, tiles: tuple[Tiling, ...], blocks: int) -> tu
 
 def tilings(p: AttentionProblem) -> tuple[tuple[Tiling, ...], tuple[Tiling, ...]]:
     """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
+    if p.multiplies_fp8:
+        found = tuple(tiling for tiling in FP8[_width(p)] if tiling.when(p))
+        return found, found
     full, causal = (tuple(tiling for tiling in tiles[_widths(p)] if tiling.when(p)) for tiles in (FULL, CAUSAL))
     return full, causal
 
@@ -218,7 +236,7 @@ def is_causal(p: AttentionProblem) -> bool:
 
 
 def _width(p: AttentionProblem) -> int:
-    return max(columns * parts for columns, parts in (cut(p.head_dim), cut(p.head_dim_v)))
+    return max(columns * parts for columns, parts in (key_parts(p), value_parts(p)))
 
 
 def _widths(p: AttentionProblem) -> Widths:
@@ -230,7 +248,8 @@ def _widths(p: AttentionProblem) -> Widths:
 
 def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
-    head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.size_bytes // p.group, p.batch * p.heads_q
+    size = 1 if p.multiplies_fp8 else p.dtype.size_bytes
+    head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * size // p.group, p.batch * p.heads_q
     return heads if heads * head_bytes <= 2 * TOGETHER_BYTES else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
 
 

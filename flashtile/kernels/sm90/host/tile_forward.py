@@ -131,6 +131,28 @@ class ForwardPipeline:
     singly: bool  # threads let go of keys and values each by itself: their warpgroup need not meet (`channel.Channel`; 35)
 
 
+@dataclass(frozen=True)
+class ForwardStored:
+    """Whether q, k, v and probabilities are multiplied as e4m3, and which of q, k and v have scales that products bear, of each
+    item's head.
+    """
+
+    fp8: bool
+    q_head: bool
+    k_head: bool
+    v_head: bool
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> ForwardStored:
+        scaled = {} if problem.stored is None else problem.stored.scaled
+        return cls(problem.multiplies_fp8, *(scaled.get(name) == "head" for name in "qkv"))
+
+    @property
+    def scales(self) -> bool:
+        """Whether scores are scaled by it."""
+        return self.q_head or self.k_head
+
+
 class Narrow:
     """What device functions that the portable kernels share ask of a tile, and is never so of 16 bits on Hopper."""
 
@@ -147,6 +169,11 @@ class Narrow:
     @property
     def wide(self) -> bool:
         """float64."""
+        return False
+
+    @property
+    def finds_entropy(self) -> bool:
+        """A row's state has more where it is true."""
         return False
 
 
@@ -168,6 +195,7 @@ class ForwardTile(Narrow):
     softmax: Softmax
     schedule: ForwardSchedule
     pipeline: ForwardPipeline
+    stored: ForwardStored
 
     @property
     def block_q(self) -> int:
@@ -188,7 +216,7 @@ class ForwardTile(Narrow):
     @property
     def pieces(self) -> int:
         """Accumulators: of three parts the first two have one (tile widths are powers of two)."""
-        return 2 if self.parts_v == 3 else 1
+        return 2 if self.parts_v > 1 else 1
 
     @property
     def may_start_empty(self) -> bool:
@@ -216,12 +244,29 @@ def cut(head_dim: int) -> tuple[int, int]:
     return columns_of(head_dim), 1
 
 
+def key_parts(p: AttentionProblem) -> tuple[int, int]:
+    """`cut` of head_dim; of bytes one part, whatever its width."""
+    return (columns_of(p.head_dim), 1) if p.multiplies_fp8 else cut(p.head_dim)
+
+
+def value_parts(p: AttentionProblem) -> tuple[int, int]:
+    """`cut` of head_dim_v; of bytes parts of 128 columns, whose products there is room for beside all accumulators."""
+    columns = columns_of(p.head_dim_v)
+    return (min(columns, 128), -(-columns // 128)) if p.multiplies_fp8 else cut(p.head_dim_v)
+
+
+def forward_form(p: AttentionProblem) -> Form:
+    """`form_of`; but sums of e4m3 are cut off, and nothing is added to scores there."""
+    form = form_of(p)
+    return Form(prescale=True) if p.multiplies_fp8 and form.adds else form
+
+
 def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
     """The constexpr of one kernel call. Under a causal bound the longest tiles start first."""
     p = problem
     band = p.band
-    columns, parts = cut(p.head_dim)
-    columns_v, parts_v = cut(p.head_dim_v)
+    columns, parts = key_parts(p)
+    columns_v, parts_v = value_parts(p)
     once = sees_once(p, launch)
     watched = watches(p, form) and not once
     return ForwardTile(
@@ -237,7 +282,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
             p,
             p.lengths.ragged or p.seqlen_k % launch.block_k != 0,
             narrow=band.left is not None and band.left + min(band.right or 0, 0) < launch.block_q + launch.block_k,
-            unseen=has_unseen_keys(p),
+            unseen=has_unseen_keys(p) and not p.multiplies_fp8,  # `values.py` leaves them out
             whole=has_whole_blocks(p),
         ),
         items=Items.of(p),
@@ -267,6 +312,7 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
             registers=consumer_registers(launch),
             singly=columns == 32 or (columns == 128 and bounded(p, form) and band.right is None),  # measured to gain there
         ),
+        stored=ForwardStored.of(p),
     )
 
 
@@ -285,7 +331,7 @@ def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bool:
     """T.softmax.bounded: where a last curve has bounds, and bfloat16 has exponents enough for whatever lies between them."""
     curve = problem.score[-1].kind.curve if form.curved else None
-    if curve is None or curve.largest is None or problem.dtype is not DType.BF16:
+    if curve is None or curve.largest is None or problem.dtype is not DType.BF16 or problem.multiplies_fp8:
         return False
     return curve.largest(problem.score[-1].scalars) * log2(e) <= widest
 
@@ -293,7 +339,7 @@ def bounded(problem: AttentionProblem, form: Form, widest: float = WIDEST) -> bo
 def mixes(problem: AttentionProblem, form: Form) -> int:
     """T.softmax.mixes: where the slow unit is the bottleneck, which of 128 columns without maxima and bounds it hardly is."""
     p, (columns, parts) = problem, cut(problem.head_dim)
-    if not form.curved or p.returns_lse or columns * parts > 128:
+    if not form.curved or p.returns_lse or columns * parts > 128 or p.multiplies_fp8:
         return 0
     return 8 if columns * parts == 128 and p.band.right is None and bounded(p, form) else 4
 
@@ -324,6 +370,8 @@ def skips(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
     p = problem
     banded = p.band.left is not None or p.band.right is not None
     ends = p.lengths.ragged and launch.groups == 2
+    if p.multiplies_fp8 and p.lengths.ragged and p.band.left is not None and max(p.head_dim, p.head_dim_v) > 128:
+        return False  # the accumulators leave no registers for it: 60 spills a key tile (compiled for sm90)
     return p.blocks is None and (ends or (banded and launch.block_q > launch.block_k))
 
 
@@ -345,6 +393,8 @@ def watches(problem: AttentionProblem, form: Form) -> bool:
 
     A bias of 64 columns takes the registers for it.
     """
+    if problem.multiplies_fp8:  # e4m3 has no room for probabilities above 1
+        return False
     columns, parts = cut(problem.head_dim)
     biased = form.adds == 1 and early(problem, form) is not None and columns * parts > 64
     return (form.adds == 0 or biased) and not (form.prescale or form.curved)
@@ -399,16 +449,16 @@ def consumer_registers(launch: ForwardLaunch) -> int:
 
 def has_out_tiles(problem: AttentionProblem, launch: ForwardLaunch) -> bool:
     """T.pipeline.staged: where a launch asks for it, or the queries' tiles are too small for out."""
-    (columns, parts), (columns_v, parts_v) = cut(problem.head_dim), cut(problem.head_dim_v)
+    (columns, parts), (columns_v, parts_v) = key_parts(problem), value_parts(problem)
     return launch.staged or columns_v * parts_v > columns * parts
 
 
 def tile_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of queries and out once, keys and values per stage; barriers and roles take under 1 KiB."""
-    d, dv = (columns * parts for columns, parts in (cut(n) for n in (problem.head_dim, problem.head_dim_v)))
-    own = has_out_tiles(problem, launch)
-    tiles = launch.block_q * (d + (dv if own else 0)) + launch.stages * launch.block_k * (d + dv)
-    return tiles * problem.dtype.size_bytes + 1024
+    d, dv = (columns * parts for columns, parts in (key_parts(problem), value_parts(problem)))
+    size = 1 if problem.multiplies_fp8 else problem.dtype.size_bytes
+    out = launch.block_q * dv * problem.dtype.size_bytes if has_out_tiles(problem, launch) else 0
+    return (launch.block_q * d + launch.stages * launch.block_k * (d + dv)) * size + out + 1024
 
 
 def bias_bytes(launch: ForwardLaunch) -> int:
@@ -418,7 +468,7 @@ def bias_bytes(launch: ForwardLaunch) -> int:
 
 def forward_shared_bytes(problem: AttentionProblem, launch: ForwardLaunch) -> int:
     """Shared memory of a tile."""
-    form, bias = form_of(problem), 0
+    form, bias = forward_form(problem), 0
     if brought(problem, launch, form):
         bias = bias_bytes(launch)
     elif loads_ahead(problem, launch, form) >= 0:
