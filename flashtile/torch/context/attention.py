@@ -158,7 +158,8 @@ def by_groups(
     made: list[tuple[torch.Tensor, Any]] = []
     for i, part in enumerate(parts):
         whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
-        there, some = Gathered(*whole.split(widths, -1), sums), slice(i * heads, (i + 1) * heads)
+        keys, values = whole.split(widths, -1)
+        there, some = Gathered(keys, values, sums), slice(i * heads, (i + 1) * heads)
         made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
     out = torch.cat([out for out, _ in made], 2)
     return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
@@ -185,7 +186,8 @@ def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Co
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
     have = wanted[context.rank]
     whole, sums = Fetch.apply(both, context, wanted) if have.halo else Gather.apply(both, context)  # pyright: ignore[reportGeneralTypeIssues]
-    return Gathered(*whole.split(widths, -1), sums), have
+    keys, values = whole.split(widths, -1)
+    return Gathered(keys, values, sums), have
 
 
 def by_heads(
