@@ -7,15 +7,18 @@ Of each sequence and window, forward and backward together: one process's time T
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
 zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal
 lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's
-SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone. Errors of out, dq,
+SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has
+ring-flash-attn, which must be installed, and runs on flashtile's passes where flash_attn is not. Errors of out, dq,
 dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
-process's own. peak_bytes is what the busiest rank's allocator held, without the inputs.
+process's own. peak_bytes is what the busiest rank holds at once, without the inputs; memory is that and the inputs, divided by
+what a rank cannot do without (`needed_bytes`).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -24,8 +27,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import flashtile
+import flashtile.compat
 from benchmarks.experiment import Experiment, main_of, run_experiment
 from benchmarks.record import Record, at_least_one, sized
 from flashtile.distributed import Context, attention, attention_varlen, shard, unshard
@@ -42,7 +48,8 @@ REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
 METHODS = ("ulysses", "allgather", "allgather contiguous", "ring")
 TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
-PROVIDERS = (*METHODS, *TORCH)
+RING = "ring-flash-attn zigzag"
+PROVIDERS = (*METHODS, *TORCH, RING)
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[], Tensors]
@@ -110,6 +117,13 @@ def layout_of(name: str) -> Any:
 @contextmanager
 def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
     """A provider's step with this rank's shards."""
+    if name == RING:
+        if form != Form():
+            raise NotImplementedError("ring-flash-attn's zigzag knows no windows and no dropout, and is given no documents")
+        *leaves, dout = (shard(t, Context(layout="zigzag")).requires_grad_(i < 3) for i, t in enumerate(given))
+        zigzag = ring_flash_attn().zigzag_ring_flash_attn_func
+        yield step(lambda *qkv: zigzag(*qkv, causal=True), tuple(leaves), dout)
+        return
     if name not in TORCH:
         context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
         *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
@@ -138,6 +152,16 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
             yield in_our_layout
 
 
+def ring_flash_attn() -> Any:
+    """The package of that name, whose hooks into transformers are left out, on flash_attn or, without one, on our passes."""
+    if importlib.util.find_spec("flash_attn") is None:
+        flashtile.compat.install("flash_attn")
+    hooks: Any = ModuleType("ring_flash_attn.adapters")
+    hooks.substitute_hf_flash_attn = hooks.update_ring_flash_attn_params = None
+    sys.modules.setdefault("ring_flash_attn.adapters", hooks)
+    return importlib.import_module("ring_flash_attn")
+
+
 def timed(run: Step, device: torch.device) -> float:
     """Milliseconds of a step on this rank."""
     run()
@@ -152,6 +176,38 @@ def timed(run: Step, device: torch.device) -> float:
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def held(run: Step, device: torch.device) -> float:
+    """The most bytes that a step holds at once, besides what was there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        made = run()
+        found = torch.cuda.max_memory_allocated(device) - before
+        del made
+        return found
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
+        made = run()
+    profiler: Any = record.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events), default=0)
+
+
+def needed_bytes(name: str, given: Tensors, ranks: int) -> float:
+    """What a rank cannot do without: its share of q, k, v, out and their gradients, and what the method must gather beside
+    them, with sums in float32. 0 of another library's methods, which are not ours to judge.
+    """
+    q, k, v, out = (t.nbytes / ranks for t in given)
+    wide = 4 / given[0].itemsize
+    gathered = {
+        "allgather": ranks * (k + v) * (1 + wide),
+        "ulysses": 2 * (q + out + (k + v) * max(ranks // given[1].shape[2], 1)),
+        "ring": 2 * (k + v) * (1 + wide) + (q + out) * wide,
+    }
+    method = name.split()[0]
+    return 2 * (q + k + v + out) + gathered[method] if method in gathered and name not in TORCH else 0
 
 
 def slowest(value: float, device: torch.device) -> float:
@@ -183,7 +239,7 @@ def errors(name: str, given: Tensors, form: Form) -> dict[str, float]:
     return found
 
 
-def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[str, dict[str, float]]:
+def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[str, dict[str, Any]]:
     """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
     device, whole = given[0].device, alone(given, form)
     one: list[float] = []
@@ -195,20 +251,18 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
         for name in names:
             with made(name, given, form) as run:
                 dist.barrier()
-                before = 0
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
-                    before = torch.cuda.memory_allocated(device)
                 many[name].append(slowest(timed(run, device), device))
-                if device.type == "cuda":
-                    peak[name] = slowest(torch.cuda.max_memory_allocated(device) - before, device)
-    first, ranks = median(one), dist.get_world_size()
+                if not peak[name]:
+                    peak[name] = slowest(held(run, device), device)
+    first, ranks, plain = median(one), dist.get_world_size(), form in (Form(), Form(dropout=form.dropout))
+    own = sum(t.nbytes for t in given)
     return {
         name: {
             "one_ms": first,
             "ranks_ms": median(times),
             "efficiency": first / (ranks * median(times)),
             "peak_bytes": peak[name],
+            "memory": (peak[name] + own / ranks) / needed if (needed := needed_bytes(name, given, ranks)) and plain else "",
         }
         for name, times in many.items()
     }

@@ -53,6 +53,8 @@ API: dict[str, tuple[str, tuple[Part, ...]]] = {
     "integrations": ("Libraries that call attention", (
         Part("transformers", "flashtile.integrations.transformers", ("register",)),
         Part("diffusers", "flashtile.integrations.diffusers", ("register",)),
+        Part("torchtitan", "flashtile.integrations.torchtitan", ("kernel",)),
+        Part("Megatron-LM", "flashtile.integrations.megatron", ("DotProductAttention",)),
         Part("PyTorch's SDPA", "flashtile.integrations.sdpa", ("register",)),
         Part("ONNX", "flashtile.integrations.onnx", ("translations",)),
         Part("vLLM", "flashtile.integrations.vllm", ("register",)),

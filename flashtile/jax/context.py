@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.features.masks.document import Document
+from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.softcap import Softcap
 from flashtile.jax.arguments import check_operands, make_band, numbers, operand
 from flashtile.jax.arrays import promotes
 from flashtile.jax.attention import dot_product_attention
-from flashtile.problem.mask import FULL
+from flashtile.jax.exchange import check_layout, gathered, heads_for_tokens, in_order, shard_order, tokens_for_heads, with_halo
+from flashtile.problem.mask import FULL, Band, Joined
+from flashtile.problem.predicate import normal_form
 
-LAYOUTS = ("contiguous", "zigzag")
+METHODS = ("allgather", "ulysses")
+TAKEN = {"softcap", "sinks", "score", "attend_to", "backward", "deterministic", "precision"}
 
 
 @promotes
@@ -26,6 +31,7 @@ def dot_product_attention_sharded(
     value: Any,
     *,
     axis_name: Any,
+    method: str = "allgather",
     layout: str = "contiguous",
     scale: float | None = None,
     is_causal: bool = False,
@@ -37,62 +43,103 @@ def dot_product_attention_sharded(
     """`dot_product_attention` of shards of a sequence, within a `jax.shard_map` whose `axis_name` shares it out.
 
     query: (B, T / n, N, H), key: (B, S / n, K, H), value: (B, S / n, K, V), of n devices; out and residual likewise.
+    method: "allgather" gathers keys and values, in their own dtype, and sums their gradients over devices in float32; of a
+        window and contiguous shards it fetches the halo alone, where that is less than half of the others' keys. "ulysses"
+        exchanges heads for positions, and back: N must be a multiple of n, and K a multiple or a divisor of it.
     layout: "contiguous" shards, or "zigzag": a device's chunk of the first half and its mirror of the second, so that causal
         order gives all equal work; `shard_order` brings a whole sequence there, `shard_positions` says which tokens are here.
-    is_causal, local_window_size: aligned bottom-right, of the whole. No query may look ahead but where all see all.
-    extras: softcap, sinks, score (`Softcap` and `Alibi`), backward, deterministic, precision.
+        With "ulysses" also "striped", every n-th token.
+    is_causal, local_window_size: aligned bottom-right, of the whole. By "allgather" no query may look ahead, but where all see
+        all, or a window is small.
+    extras: softcap, sinks, score (`Softcap` and `Alibi`), attend_to, backward, deterministic, precision. attend_to: `Document`
+        and `KeyPadding` of this device's tokens, and bands, joined by `&`.
 
-    Keys and values are gathered, in their own dtype; their gradients are summed over devices in float32. A device attends its
-    queries to the keys up to their last one. Raises InvalidProblem and NotSupported.
+    Raises InvalidProblem and NotSupported.
     """
     given = numbers(scale=scale, is_causal=is_causal, return_residual=return_residual)
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_operands(query, key, value)
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}.")
-    band = make_band(given["is_causal"], local_window_size)
-    _refuse(band, extras)
+    check_layout(layout)
+    if method not in METHODS:
+        raise InvalidProblem(f"method is {method!r}; it must be one of {', '.join(METHODS)}.")
+    band, leaves = _mask(make_band(given["is_causal"], local_window_size), extras.pop("attend_to", None))
     devices, at = _axis(axis_name)
     for name, x in (("query", query), ("key", key)):
         if layout == "zigzag" and x.shape[1] % 2:
             raise InvalidProblem(f"{name} has {x.shape[1]} tokens a device; of layout 'zigzag' they must be even.")
-    chunks = 2 if layout == "zigzag" else 1
-    gathered: list[Any] = [_gathered(x, axis_name, devices, chunks) for x in (key, value)]
-    keys, values = gathered
-    size, shift = query.shape[1] // chunks, (key.shape[1] - query.shape[1]) * devices
+    halo = _halo(band, query.shape[1], key.shape[1], devices) if (method, layout) == ("allgather", "contiguous") else None
+    _refuse(method, layout, band, extras, (query.shape[2], key.shape[2], devices), halo)
     how: dict[str, Any] = {"scale": given["scale"], "implementation": implementation, "alignment": "bottom-right", **extras}
-    how["local_window_size"] = None if band == FULL else (band.left, band.right)
-    made: list[Any] = []
-    for i in range(chunks):
-        rows = query[:, i * size : (i + 1) * size]
-        chunk = at if i == 0 else 2 * devices - 1 - at
-        if band != FULL:  # keys end where this chunk does, and its last query stands at the last of them
-            end = jnp.clip((chunk + 1) * size + shift, 0, keys.shape[1]).astype(jnp.int32)
-            how["key_value_seq_lengths"] = jnp.broadcast_to(end, (rows.shape[0],))
-        k, v = keys.astype(key.dtype), values.astype(value.dtype)
-        made.append(dot_product_attention(rows, k, v, return_residual=True, **how))
-    out, residual = (jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))
+    how["return_residual"] = True
+    if method == "ulysses":
+        out, residual = _by_heads((query, key, value), (band, leaves), (axis_name, devices, at), layout, how)
+    elif halo is not None:
+        out, residual = _by_halo((query, key, value), (band, leaves), (axis_name, devices, at), halo, how)
+    else:
+        out, residual = _by_positions((query, key, value), (band, leaves), (axis_name, devices, at), layout, how)
     return (out, residual) if given["return_residual"] else out
 
 
-def shard_order(seqlen: int, devices: int, layout: str = "zigzag") -> jax.Array:
-    """Which token of the whole stands at each place, int32 (seqlen,), so that equal parts are the devices' shards.
+Axis = tuple[Any, int, Any]  # its name, how many devices, this one's place
+Mask = tuple[Band, tuple[Any, ...]]  # a band, and what must hold besides
 
-    x[:, shard_order(S, n)] is sharded over the axis; x[:, jnp.argsort(order)] brings what comes back into its own order.
-    """
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}.")
-    part = devices * (2 if layout == "zigzag" else 1)
-    if seqlen % part:
-        raise InvalidProblem(
-            f"seqlen is {seqlen}; of layout {layout!r} over {devices} devices it must be a multiple of {part}."
-        )
-    place = jnp.arange(seqlen, dtype=jnp.int32)
-    if layout == "contiguous":
-        return place
-    chunk, within = place // (seqlen // part), place % (seqlen // part)
-    device = chunk // 2
-    return jnp.where(chunk % 2 == 0, device, part - 1 - device) * (seqlen // part) + within
+
+def _by_positions(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, how: dict[str, Any]) -> tuple[Any, Any]:
+    """(out, residual): a call for each chunk of queries, with all keys up to the last one that it sees."""
+    (query, key, value), (band, leaves), (_, devices, at) = qkv, mask, axis
+    chunks = 2 if layout == "zigzag" else 1
+    both: list[Any] = [gathered(x, axis[0], devices, chunks) for x in (key, value)]
+    keys, values = both
+    known = [_with_keys(leaf, lambda x: in_order(x, axis[0], devices, chunks)) for leaf in leaves]
+    size, shift = query.shape[1] // chunks, (key.shape[1] - query.shape[1]) * devices
+    made: list[Any] = []
+    for i in range(chunks):
+        rows = slice(i * size, (i + 1) * size)
+        chunk = at if i == 0 else 2 * devices - 1 - at
+        if band != FULL:  # keys end where this chunk does, and its last query stands at the last of them
+            end = jnp.clip((chunk + 1) * size + shift, 0, keys.shape[1]).astype(jnp.int32)
+            how["key_value_seq_lengths"] = jnp.broadcast_to(end, (query.shape[0],))
+        there = _joined(band, [_of_rows(leaf, rows) for leaf in known])
+        k, v = keys.astype(key.dtype), values.astype(value.dtype)
+        made.append(dot_product_attention(query[:, rows], k, v, attend_to=there, **how))
+    out, residual = (jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))
+    return out, residual
+
+
+def _by_halo(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, halo: tuple[int, int], how: dict[str, Any]) -> tuple[Any, Any]:
+    """The same of contiguous shards, with the keys that a window reaches on both sides of this device's."""
+    (query, key, value), (band, leaves), (name, devices, at) = qkv, mask, axis
+    left, right = halo
+    around = lambda x: with_halo(x, name, devices, left, right)  # noqa: E731
+    k, v = (around(x.astype(jnp.float32)).astype(x.dtype) for x in (key, value))  # so that gradients are summed in float32
+    where = jnp.arange(k.shape[1]) - left + at * key.shape[1]
+    there = (where >= 0) & (where < devices * key.shape[1])
+    known = [*(_with_keys(leaf, around) for leaf in leaves), KeyPadding(there[None])]
+    moved = Band(None if band.left is None else band.left + right, None if band.right is None else band.right - right)
+    return dot_product_attention(query, k, v, attend_to=_joined(moved, known), **how)
+
+
+def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, how: dict[str, Any]) -> tuple[Any, Any]:
+    """(out, residual): this device's heads of the whole. Fewer heads of keys than devices go to all that need them."""
+    (name, devices, at), (query, key, value) = axis, qkv
+    heads, copies = query.shape[2] // devices, max(devices // key.shape[2], 1)
+    if copies > 1:  # whose gradients are summed in float32
+        key, value = (jnp.repeat(x.astype(jnp.float32), copies, 2) for x in (key, value))
+    q, k, v = (heads_for_tokens(x, name, devices, layout) for x in (query, key, value))
+    k, v = k.astype(qkv[1].dtype), v.astype(qkv[2].dtype)
+
+    def whole(x: Any) -> Any:
+        x = in_order(x, name, devices, 1)
+        return x if layout == "contiguous" else x[:, jnp.argsort(shard_order(x.shape[1], devices, layout))]
+
+    part = lambda x: jax.lax.dynamic_slice_in_dim(x, at * heads, heads, -1)  # noqa: E731
+    if how.get("sinks") is not None:
+        how["sinks"] = part(jnp.asarray(how["sinks"]))
+    how["score"] = tuple(Alibi(part(s.slopes)) if isinstance(s, Alibi) else s for s in how.get("score") or ())
+    there = _joined(mask[0], [_with_keys(leaf, whole, whole) for leaf in mask[1]])
+    made = dot_product_attention(q, k, v, attend_to=there, **how)
+    out, residual = (tokens_for_heads(x, name, devices, layout) for x in made)
+    return out, residual
 
 
 def shard_positions(tokens: int, axis_name: Any, layout: str = "contiguous") -> jax.Array:
@@ -109,47 +156,76 @@ def _axis(axis_name: Any) -> tuple[int, Any]:
         raise InvalidProblem(f"axis_name is {axis_name!r}; it must be an axis of the jax.shard_map around the call.") from error
 
 
-def _refuse(band: Any, extras: dict[str, Any]) -> None:
+def _mask(band: Band, attend_to: Any) -> Mask:
+    """A call's mask in normal form. Raises NotSupported for what one device cannot know of the whole."""
+    if attend_to is None:
+        return band, ()
+    if not isinstance(attend_to, (Band, Joined)):
+        raise InvalidProblem(f"attend_to is a {type(attend_to).__name__}; it must be a Band or a predicate.")
+    band, terms = normal_form(False, None, attend_to & band)
+    reasons = ["predicates joined by |"] if len(terms) > 1 else []
+    leaves = terms[0] if terms else ()
+    for leaf in leaves:
+        if not isinstance(leaf, (Document, KeyPadding)):
+            reasons.append(f"predicate {getattr(leaf, 'name', leaf)}, which cannot be told a part of the keys")
+    if reasons:
+        raise NotSupported("dot_product_attention_sharded", {"jax": reasons})
+    return band, leaves
+
+
+def _with_keys(leaf: Any, keys: Callable[[Any], Any], queries: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A predicate of what `keys` and `queries` make of this device's tokens, (batch or 1, tokens)."""
+    if isinstance(leaf, KeyPadding):
+        return KeyPadding(keys(jnp.asarray(leaf.keep)))
+    ids, others = (jnp.atleast_2d(jnp.asarray(x)) for x in (leaf.queries, leaf.keys))
+    return Document(queries(ids), keys(others))
+
+
+def _of_rows(leaf: Any, rows: slice) -> Any:
+    return leaf if isinstance(leaf, KeyPadding) else Document(leaf.queries[:, rows], leaf.keys)
+
+
+def _joined(band: Band, leaves: list[Any]) -> Any:
+    found: Any = band
+    for leaf in leaves:
+        found = found & leaf
+    return None if found == FULL else found
+
+
+def _halo(band: Band, tokens_q: int, tokens_k: int, devices: int) -> tuple[int, int] | None:
+    """How many keys a window reaches to the left and to the right of a device's; None where all are gathered."""
+    if tokens_q != tokens_k or band.left is None or band.right is None or min(band.left, band.right) < 0:
+        return None
+    return (band.left, band.right) if 2 * (band.left + band.right) < (devices - 1) * tokens_k else None
+
+
+def _refuse(
+    method: str,
+    layout: str,
+    band: Band,
+    extras: dict[str, Any],
+    sizes: tuple[int, int, int],
+    halo: Any,
+) -> None:
     reasons: list[str] = []
-    if band != FULL and (band.right is None or band.right > 0):
-        reasons.append("a window in which queries look ahead; causal ones, or none")
-    for name in sorted(set(extras) - {"softcap", "sinks", "score", "backward", "deterministic", "precision"}):
+    if method == "allgather":
+        if layout == "striped":
+            raise InvalidProblem("layout is 'striped' and method 'allgather'; it must be 'ulysses'.")
+        if halo is None and band != FULL and (band.right is None or band.right > 0):
+            reasons.append("a window in which queries look ahead; causal ones, small ones, none, or method 'ulysses'")
+    else:
+        heads_q, heads_kv, devices = sizes
+        if heads_q % devices or (heads_kv % devices and devices % heads_kv):
+            reasons.append(
+                f"{heads_q} heads of query and {heads_kv} of key over {devices} devices; they must divide each other"
+            )
+    for name in sorted(set(extras) - TAKEN):
         if extras[name] is not None:
             reasons.append(f"{name}, whose positions or tensors are the whole's")
     for modifier in extras.get("score") or ():
         if not isinstance(modifier, (Softcap, Alibi)):
             reasons.append(f"score modifier {getattr(modifier, 'name', modifier)}, whose use of positions is not known")
-        elif isinstance(modifier, Alibi) and band == FULL:
-            reasons.append("alibi without causal order")
+        elif isinstance(modifier, Alibi) and method == "allgather" and (band == FULL or (band.right or 0) > 0):
+            reasons.append("alibi without causal order; method 'ulysses' does it")
     if reasons:
         raise NotSupported("dot_product_attention_sharded", {"jax": reasons})
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(x: Any, axis_name: Any, devices: int, chunks: int) -> Any:
-    """The whole sequence of (B, S / n, ...), in its own order and in float32, so that gradients are summed in it."""
-    parts = jax.lax.all_gather(x, axis_name, axis=0)
-    parts = parts.reshape(devices, x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:])
-    if chunks == 2:
-        parts = jnp.concatenate([parts[:, :, 0], parts[::-1, :, 1]])
-    else:
-        parts = parts[:, :, 0]
-    return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], devices * x.shape[1], *x.shape[2:]).astype(jnp.float32)
-
-
-def _gathered_forward(x: Any, axis_name: Any, devices: int, chunks: int) -> tuple[Any, Any]:
-    return _gathered(x, axis_name, devices, chunks), jnp.zeros(0, x.dtype)
-
-
-def _gathered_backward(axis_name: Any, devices: int, chunks: int, like: Any, grad: Any) -> tuple[Any]:
-    size = grad.shape[1] // (devices * chunks)
-    parts = jnp.moveaxis(grad.reshape(grad.shape[0], devices * chunks, size, *grad.shape[2:]), 1, 0)
-    if chunks == 2:
-        parts = jnp.stack([parts[:devices], parts[devices:][::-1]], 2)
-    else:
-        parts = parts[:, :, None]
-    parts = parts.reshape(devices, grad.shape[0], chunks * size, *grad.shape[2:])
-    return (jax.lax.psum_scatter(parts, axis_name, scatter_dimension=0, tiled=False).astype(like.dtype),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)

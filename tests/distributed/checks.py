@@ -419,6 +419,15 @@ def the_text_says_which_method_and_what_it_sends() -> None:
     assert f"  allgather: a rank sends {keys * 2 * (ranks - 1):,} bytes forward, {keys * 4 * (ranks - 1):,} backward" in text
     assert "busiest rank has 1.00 times" in Context(method="ring", layout="zigzag").explain(q, k, v, causal=True)
     assert "busiest rank has 1.00 times" not in Context(method="ring").explain(q, k, v, causal=True)
+    of_gpu = [torch.empty(1, 8192, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]
+    told = Context(method="allgather", layout="zigzag").explain(*of_gpu, causal=True)
+    assert "backward, in 2 groups of heads: all but one group's while others are computed" in told
+    assert told.count("all but the first step's while keys are computed") == 1
+    assert "groups of heads" not in text
+    drops = Dropout(0.1, 7)
+    assert "* allgather: a rank sends" in Context(method="allgather").explain(*of_gpu, window=(9, 0), dropout=drops)
+    assert "halo" in Context(method="allgather").explain(*of_gpu, window=(9, 0))
+    assert "  ring: dropout in layout 'striped' on a GPU" in Context(layout="striped").explain(*of_gpu, dropout=drops)
     odd = shards(heads_q=6 if ranks == 4 else 9, heads_kv=3)
     assert Context().explain(*odd).startswith("allgather")
     assert Context(layout="striped").explain(*odd).startswith("ring")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from flashtile import Alibi, Bias, Dropout, InvalidProblem, NotSupported
+from flashtile import Alibi, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported
 from flashtile.jax import dot_product_attention, dot_product_attention_sharded, shard_order, shard_positions
 from tests.jax.test_transforms import close
 
@@ -66,6 +66,59 @@ def test_devices_compute_what_one_does(law: str, data: int, cp: int, layout: str
     close(got, gradients(whole, given))
 
 
+PLAIN, IDS = PartitionSpec(), jnp.searchsorted(jnp.array([3, 20, 32]), jnp.arange(32), side="right")[None]
+KEEP = jnp.arange(64).reshape(2, 32) % 5 != 2
+SHARES: list[tuple[str, str, int, dict[str, Any], tuple[Any, ...]]] = [
+    ("allgather", "contiguous", 8, {"is_causal": True, "local_window_size": (5, 0)}, ()),  # over two neighbours
+    ("allgather", "contiguous", 4, {"local_window_size": (6, 2)}, (IDS, KEEP)),
+    ("allgather", "zigzag", 4, {"is_causal": True}, (IDS, KEEP)),
+    ("ulysses", "zigzag", 4, {"is_causal": True, "score": (Alibi(jnp.array([0.1, 0.2, 0.3, 0.4])),)}, (IDS,)),
+    ("ulysses", "striped", 2, {"local_window_size": (6, 2), "softcap": 3.0}, (KEEP,)),
+]
+
+
+@pytest.mark.parametrize(("method", "layout", "cp", "how", "known"), SHARES)
+def test_methods_layouts_and_masks(method: str, layout: str, cp: int, how: dict[str, Any], known: tuple[Any, ...]) -> None:
+    given, order, how = leaves(), shard_order(32, cp, layout), {**how, "return_residual": True}
+    back = jnp.argsort(order)
+
+    def told(ids: tuple[Any, ...]) -> dict[str, Any]:
+        found: Any = None
+        for x in ids:
+            leaf = KeyPadding(x) if x.dtype == bool else Document(x)
+            found = leaf if found is None else found & leaf
+        return how if found is None else {**how, "attend_to": found}
+
+    def part(q: Any, k: Any, v: Any, z: Any, *ids: Any) -> Any:
+        return dot_product_attention_sharded(q, k, v, axis_name="cp", method=method, layout=layout, sinks=z, **told(ids))
+
+    rows = PartitionSpec(None, "cp")
+    sharded = jax.shard_map(part, mesh=Mesh(np.array(jax.devices()[:cp]), ("cp",)), out_specs=(rows, rows),
+                            in_specs=(rows, rows, rows, PLAIN, *[rows] * len(known)))  # fmt: skip
+    got = gradients(
+        lambda q, k, v, z: sharded(*(x[:, order] for x in (q, k, v)), z, *(x[:, order] for x in known)), given, back
+    )
+    whole = lambda q, k, v, z: dot_product_attention(q, k, v, sinks=z, alignment="bottom-right", **told(known))  # noqa: E731
+    close(got, gradients(whole, given))
+
+
+@pytest.mark.parametrize(
+    ("method", "window", "sent"), [("allgather", (5, 0), "collective_permute"), ("ulysses", None, "all_to_all")]
+)
+def test_what_is_sent(method: str, window: Any, sent: str) -> None:
+    """A window's halo and heads travel alone: nothing is gathered."""
+    part = jax.shard_map(
+        lambda *x: dot_product_attention_sharded(*x, axis_name="cp", method=method, is_causal=True, local_window_size=window),
+        mesh=Mesh(np.array(jax.devices()[:4]), ("cp",)), in_specs=(PartitionSpec(None, "cp"),) * 3,
+        out_specs=PartitionSpec(None, "cp"),
+    )  # fmt: skip
+    value = lambda *x: part(*x).sum()  # noqa: E731
+    text = jax.jit(jax.grad(value, (0, 1, 2))).lower(*leaves()[:3]).as_text()
+    assert sent in text
+    assert "all_gather" not in text
+    assert "reduce_scatter" not in text
+
+
 def test_keys_that_are_more_than_queries() -> None:
     given = leaves(seqlen_k=48)[:3]
     how: dict[str, Any] = {"is_causal": True, "return_residual": True}
@@ -92,7 +145,7 @@ def test_sixteen_bits_are_summed_in_float32() -> None:
 
 
 def test_positions() -> None:
-    for layout in ("contiguous", "zigzag"):
+    for layout in ("contiguous", "zigzag", "striped"):
         call = jax.shard_map(lambda x, s=layout: shard_positions(x.shape[0], "cp", s), mesh=mesh(1, 8),
                              in_specs=PartitionSpec("cp"), out_specs=PartitionSpec("cp"))  # fmt: skip
         assert call(jnp.zeros(32)).tolist() == shard_order(32, 8, layout).tolist()
@@ -109,8 +162,14 @@ def test_what_is_not_done_is_refused() -> None:
 
     laws: list[tuple[Any, dict[str, Any], str]] = [
         (InvalidProblem, {"axis_name": "tp"}, "axis_name is 'tp'"),
-        (InvalidProblem, {"layout": "striped"}, "layout is 'striped'"),
-        (NotSupported, {"local_window_size": (3, 2)}, "look ahead"),
+        (InvalidProblem, {"layout": "head-tail"}, "layout is 'head-tail'; it must be one of contiguous, zigzag, striped"),
+        (InvalidProblem, {"layout": "striped"}, "layout is 'striped' and method 'allgather'; it must be 'ulysses'"),
+        (InvalidProblem, {"method": "ring"}, "method is 'ring'; it must be one of allgather, ulysses"),
+        (InvalidProblem, {"attend_to": 3}, "attend_to is a int; it must be a Band or a predicate"),
+        (NotSupported, {"method": "ulysses"}, "4 heads of query and 2 of key over 8 devices"),
+        (NotSupported, {"attend_to": Dilated(2)}, "predicate dilated, which cannot be told a part of the keys"),
+        (NotSupported, {"attend_to": Document(IDS[:, :4]) | KeyPadding(KEEP[:, :4])}, r"predicates joined by \|"),
+        (NotSupported, {"local_window_size": (30, 2)}, "look ahead"),
         (NotSupported, {"score": (Bias(jnp.zeros((1, 1, 1, 32))),)}, "score modifier bias"),
         (NotSupported, {"dropout": Dropout(0.1, 3)}, "dropout"),
         (NotSupported, {"score": (Alibi(jnp.ones(4)),)}, "alibi without causal order"),

@@ -23,21 +23,18 @@ from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Gathered, Keys, Part, attend_parts, call
 from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered, wider
-from flashtile.torch.context.context import TWO_AXES, Context, candidates, refusals
+from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, head_groups, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
-from flashtile.torch.context.wanted import Wanted, against, against_dropout, wanted
+from flashtile.torch.context.wanted import Wanted, against, wanted
 from flashtile.torch.execute.plain import is_distributed, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
 from flashtile.torch.routes.local import attention as attend
 from flashtile.torch.routes.traced import autocast
-
-MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
-ROWS, TILES = 128, 512  # queries of a tile; tiles that fill the 132 processors of an H100 about four times
 
 
 @eagerly
@@ -161,24 +158,11 @@ def by_groups(
     made: list[tuple[torch.Tensor, Any]] = []
     for i, part in enumerate(parts):
         whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
-        there, some = Gathered(*whole.split(widths, -1), sums), slice(i * heads, (i + 1) * heads)
+        keys, values = whole.split(widths, -1)
+        there, some = Gathered(keys, values, sums), slice(i * heads, (i + 1) * heads)
         made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
     out = torch.cat([out for out, _ in made], 2)
     return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
-
-
-def head_groups(q: torch.Tensor, k: torch.Tensor, context: Context) -> int:
-    """In how many groups of heads keys are gathered: a power of two that divides those of k; 1 where nothing would be hidden.
-
-    A call of a group has at least TILES tiles, so that a GPU is busy with it. Transport on a CPU takes the same cores.
-    """
-    if q.device.type == "cpu" or context.ranks == 1:
-        return 1
-    rows = q.shape[1] // (2 if context.layout == "zigzag" else 1)
-    tiles, groups = q.shape[0] * q.shape[2] * (rows // ROWS), 1
-    while groups < MOST_GROUPS and k.shape[2] % (2 * groups) == 0 and tiles // (2 * groups) >= TILES:
-        groups *= 2
-    return groups
 
 
 def over_mesh(
@@ -202,7 +186,8 @@ def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Co
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
     have = wanted[context.rank]
     whole, sums = Fetch.apply(both, context, wanted) if have.halo else Gather.apply(both, context)  # pyright: ignore[reportGeneralTypeIssues]
-    return Gathered(*whole.split(widths, -1), sums), have
+    keys, values = whole.split(widths, -1)
+    return Gathered(keys, values, sums), have
 
 
 def by_heads(

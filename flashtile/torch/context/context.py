@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.mask import make_mask
+from flashtile.problem.dropout import GRAIN
+from flashtile.problem.mask import Band, make_mask
 from flashtile.torch.context.layout import LAYOUTS, Fetched, check_length, fetched, pairs, runs, sent_rows
 
 TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
+MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
+ROWS, TILES = 128, 512  # queries of a tile; tiles that fill the 132 processors of an H100 about four times
 METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 
 
@@ -106,11 +109,14 @@ class Context:
         return self.group.rank()
 
     def explain(
-        self, q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None
-    ) -> str:
-        """The method and why, what a rank sends by it and by the others, and how even work is, of these local shards.
+        self, q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
+        dropout: Any = None,
+    ) -> str:  # fmt: skip
+        """The method and why, what a rank sends by it and by the others, what of that is hidden behind attention, and how even
+        work is, of these local shards.
 
-        q, k, v: tensors, or anything with their shape and dtype, such as meta tensors. Nothing is sent.
+        q, k, v: tensors, or anything with their shape, dtype and device, such as meta tensors, which are taken for a GPU's.
+        dropout: a `Dropout`, or None; its numbers are not read. Nothing is sent.
         """
         ranks, inner = self.ranks, self.inner
         outer, names = ranks // inner, (self.method,) if self.method in TWO_AXES else METHODS[1:4]
@@ -120,7 +126,12 @@ class Context:
         heads = q.shape[2], k.shape[2]
         against = {name: refusals(name, self.layout, *heads, inner if name in TWO_AXES else ranks) for name in names}
         band = make_mask(causal, window, None)
-        wanted = fetched(self.layout, (seqlen_q, seqlen_k), outer, band) if self.layout != "striped" else ()
+        if dropout is not None:
+            for name in names:
+                lengths = seqlen_q, seqlen_k
+                against[name] += against_dropout(name, self.layout, lengths, outer, q.device.type, False)
+        reach = band if dropout is None else Band(None, band.right)  # beside dropout all keys of a window are gathered
+        wanted = fetched(self.layout, (seqlen_q, seqlen_k), outer, reach) if self.layout != "striped" else ()
         halo = bool(wanted) and wanted[0].halo
         method = next(name for name in candidates(self, halo) if not against[name] or name == self.method)
         lines = [f"{method}, layout {self.layout}, {ranks} ranks of {q.shape[1]} of {seqlen_q} queries"]
@@ -134,7 +145,10 @@ class Context:
             if name in TWO_AXES:
                 of_heads = sent_bytes("ulysses", q, k, v, inner)
                 forward, backward = forward + of_heads[0], backward + of_heads[1]
-            why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward"
+            groups = 1 if name != "allgather" or halo else head_groups(q, k, self)
+            hidden = f", in {groups} groups of heads: all but one group's while others are computed" if groups > 1 else ""
+            hidden = ", all but the first step's while keys are computed" if over == "ring" and outer > 1 else hidden
+            why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward{hidden}"
             lines.append(f"{'*' if name == method else ' '} {name}: {why}")
         work = [
             sum(
@@ -183,6 +197,39 @@ def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) 
     if heads_kv % ranks and ranks % heads_kv:
         reasons.append(f"{heads_kv} heads of k over {ranks} ranks; one must be a multiple of the other")
     return reasons
+
+
+def against_dropout(method: str, layout: str, lengths: tuple[int, int], ranks: int, device: str, packed: bool) -> list[str]:
+    """Why a method cannot drop by positions of the whole. lengths: of its queries and keys; device: a type; packed: whether
+    positions are those in documents.
+    """
+    if method == "ulysses":
+        return []
+    if packed:
+        return ["dropout of packed documents, which counts positions in each; method 'ulysses' does it"]
+    if device == "cpu":
+        return []
+    if layout == "striped":
+        return ["dropout in layout 'striped' on a GPU, whose kernels count positions one by one; 'zigzag' or 'ulysses' does it"]
+    counted = lengths if "ring" in method else lengths[:1]  # keys of all ranks begin at 0
+    begins = [run.start for length in counted for rank in range(ranks) for run in runs(layout, length, ranks, rank)]
+    if any(begin % GRAIN for begin in begins):
+        return [f"dropout on a GPU where ranks' positions do not begin at multiples of {GRAIN}; pad the sequence, or 'ulysses'"]
+    return []
+
+
+def head_groups(q: Any, k: Any, context: Context) -> int:
+    """In how many groups of heads keys are gathered: a power of two that divides those of k; 1 where nothing would be hidden.
+
+    A call of a group has at least TILES tiles, so that a GPU is busy with it. Transport on a CPU takes the same cores.
+    """
+    if q.device.type == "cpu" or context.ranks == 1:
+        return 1
+    rows = q.shape[1] // (2 if context.layout == "zigzag" else 1)
+    tiles, groups = q.shape[0] * q.shape[2] * (rows // ROWS), 1
+    while groups < MOST_GROUPS and k.shape[2] % (2 * groups) == 0 and tiles // (2 * groups) >= TILES:
+        groups *= 2
+    return groups
 
 
 def halo_bytes(layout: str, q: Any, k: Any, v: Any, wanted: tuple[Fetched, ...], inner: int) -> tuple[int, int]:

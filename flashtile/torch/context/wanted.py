@@ -18,12 +18,12 @@ from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.relative import Relative
 from flashtile.features.scores.softcap import Softcap
-from flashtile.problem.dropout import GRAIN, Dropout, Origin
+from flashtile.problem.dropout import Dropout, Origin
 from flashtile.problem.mask import FULL, Band, Joined, Predicate
 from flashtile.problem.predicate import normal_form
 from flashtile.torch.call.dropout import random_words
 from flashtile.torch.context.context import TWO_AXES, Context
-from flashtile.torch.context.layout import Piece, runs
+from flashtile.torch.context.layout import Piece
 from flashtile.torch.context.shards import gathered
 
 PIECEWISE_MASKS = (Band, Document, KeyPadding, Prefix, TopLeft)
@@ -210,22 +210,3 @@ def against(want: Wanted, method: str, rows: int) -> list[str]:
         elif method == "ulysses" and has_rows(modifier, rows):
             reasons.append("a bias with an axis of queries, of which each rank has its rows; method 'allgather' does it")
     return reasons
-
-
-def against_dropout(method: str, layout: str, lengths: tuple[int, int], ranks: int, device: str, packed: bool) -> list[str]:
-    """Why a method cannot drop by positions of the whole. lengths: of its queries and keys; device: a type; packed: whether
-    positions are those in documents.
-    """
-    if method == "ulysses":
-        return []
-    if packed:
-        return ["dropout of packed documents, which counts positions in each; method 'ulysses' does it"]
-    if device == "cpu":
-        return []
-    if layout == "striped":
-        return ["dropout in layout 'striped' on a GPU, whose kernels count positions one by one; 'zigzag' or 'ulysses' does it"]
-    counted = lengths if "ring" in method else lengths[:1]  # keys of all ranks begin at 0
-    begins = [run.start for length in counted for rank in range(ranks) for run in runs(layout, length, ranks, rank)]
-    if any(begin % GRAIN for begin in begins):
-        return [f"dropout on a GPU where ranks' positions do not begin at multiples of {GRAIN}; pad the sequence, or 'ulysses'"]
-    return []
