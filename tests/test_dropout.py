@@ -13,7 +13,7 @@ from flashtile import Dropout, InvalidProblem, NotSupported, Options, dropout_ma
 from flashtile.fuzz.tiles import forced
 from flashtile.problem.dropout import LATTICE, ORIGINS, Origin, keep, limits, numbers, philox
 from flashtile.problem.options import Variant
-from flashtile.torch.context.wanted import against_dropout
+from flashtile.torch.context.context import against_dropout
 
 # Random123's kat_vectors (Salmon et al., SC 2011): counter, key, rounds, words
 KNOWN = (

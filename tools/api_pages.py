@@ -58,8 +58,6 @@ API: dict[str, tuple[str, tuple[Part, ...]]] = {
         Part("PyTorch's SDPA", "flashtile.integrations.sdpa", ("register",)),
         Part("ONNX", "flashtile.integrations.onnx", ("translations",)),
         Part("vLLM", "flashtile.integrations.vllm", ("register",)),
-        Part("torchtitan", "flashtile.integrations.torchtitan", ("kernel",)),
-        Part("Megatron-LM", "flashtile.integrations.megatron", ("DotProductAttention",)),
     )),
 }  # fmt: skip
 MEMBERS = {
@@ -103,7 +101,9 @@ COMPAT = {
         "flash_attn", "flash_attn_passes", "flash_attn_1", "blocksparse", "flash_attn_3", "flash_attn_4",
         "bert_padding", "mha", "rotary", "cross_entropy", "layer_norm", "fused_dense",
     )),
-    "compat-inference": ("flashinfer's and ring-flash-attn's names", ("flashinfer", "ring_flash_attn")),
+    "compat-inference": ("flashinfer's, ring-flash-attn's and jvp_flash_attention's names", (
+        "flashinfer", "ring_flash_attn", "jvp_flash_attention",
+    )),
 }  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from flashtile import Alibi, Band, Bias, Dilated, Document, KeyPadding, Prefix, Softcap, TopLeft
-from flashtile.torch.context.context import METHODS, refusals
+from flashtile.torch.context.context import METHODS, against_dropout, refusals
 from flashtile.torch.context.layout import LAYOUTS
-from flashtile.torch.context.wanted import against, against_dropout, wanted
+from flashtile.torch.context.wanted import against, wanted
 
 RANKS, ROWS, HEADS = 4, 8, 8  # ranks, a rank's queries, heads of q and k
 SLOPES, IDS = torch.ones(HEADS), torch.zeros(ROWS, dtype=torch.int32)

@@ -23,10 +23,11 @@ def refuse_shards(distributed: bool = False) -> None:
 
     distributed: whether the tensors are DTensors; then also where torch's attention of these is, by now, its parallel one.
     """
-    home: Any = sys.modules.get(HOME)
-    if home is None or not (F.scaled_dot_product_attention in home._replaced_functions or (distributed and _handles(home))):
+    home: Any = sys.modules.get(HOME)  # names of its own, which another release may not have: then nothing is known
+    replaced = getattr(home, "_replaced_functions", ())
+    if home is None or not (F.scaled_dot_product_attention in replaced or (distributed and _handles(home))):
         return
-    layout = "zigzag" if home._cp_options.enable_load_balance else "contiguous"
+    layout = "zigzag" if getattr(getattr(home, "_cp_options", None), "enable_load_balance", False) else "contiguous"
     if distributed and layout == "contiguous":  # which is what their placements say
         return
     raise NotSupported("attention within torch's context parallelism", {"torch": [
@@ -39,4 +40,5 @@ def _handles(home: Any) -> bool:
     """Whether DTensors' attention is the parallel one."""
     from torch.distributed.tensor import DTensor
 
-    return not home.custom_ops.keys().isdisjoint(DTensor._op_dispatcher._custom_op_handlers)
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    return not getattr(home, "custom_ops", {}).keys().isdisjoint(handlers)
