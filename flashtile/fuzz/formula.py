@@ -279,20 +279,25 @@ def fused(inputs: Inputs) -> Tensors:
 
     It is plain PyTorch, too: its largest errors are now the one's, now the other's. `Options(precision="ieee")` asks for more.
     """
-    c = inputs.case
-    first = max(c.seqlen_q - c.seqlen_k, 0) if c.band == ":0" else 0  # queries before it see nothing
-    causal = c.band == ":0" and c.seqlen_q - first == c.seqlen_k and c.scale_value > 0  # aligned at both ends
+    c, n = inputs.case, inputs.lengths
     default = (c.dtype, c.precision, inputs.device.type) == ("fp32", "tf32x3", "cpu") and c.upstream in ("out", "alone")
-    others = (c.score, c.sink, c.dropout, c.where, c.items, c.used)
-    if not (default and (causal or c.band == ":")) or any(others) or not c.batch * c.seqlen_q * c.seqlen_k:
+    causal, others = c.band == ":0", (c.score, c.sink, c.dropout, c.where, c.items, c.holes)
+    if not (default and c.band in (":", ":0")) or any(others):
         return {}
     leaves = {name: inputs.leaves[name].detach().requires_grad_() for name in "qkv"}
     q, k, v = (leaf.transpose(1, 2) for leaf in leaves.values())
     k, v = (t.repeat_interleave(c.heads_q // c.heads_kv, 1) for t in (k, v))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    seen = attend(q[:, :, first:], k, v, is_causal=causal, scale=c.scale_value).transpose(1, 2)
-    out = torch.cat([seen.new_zeros((c.batch, first, *seen.shape[2:])), seen], 1)
-    names = inputs.wanted
+    made: list[torch.Tensor] = []
+    for item, (rows, keys) in enumerate(zip(map(len, n.tokens_q), map(len, n.tokens_k), strict=True)):
+        first = max(rows - keys, 0) if causal or not keys else 0  # queries before it see nothing
+        if causal and not (rows - first == keys and c.scale_value > 0):  # its causal mask is aligned at both ends
+            return {}
+        own = (t[item : item + 1, :, a:b] for t, a, b in ((q, first, rows), (k, 0, keys), (v, 0, keys)))
+        seen = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=causal, scale=c.scale_value)
+        made.append(torch.nn.functional.pad(seen, (0, 0, first, c.seqlen_q - rows)))
+    if not any(rows and keys for rows, keys in zip(n.tokens_q, n.tokens_k, strict=True)):
+        return {}
+    out, names = torch.cat(made).transpose(1, 2), inputs.wanted
     given = torch.autograd.grad(out, [leaves[name] for name in names], inputs.flows["dout"]) if names else ()
     return {"out": out.detach(), **{f"d{name}": gradient for name, gradient in zip(names, given, strict=True)}}
 

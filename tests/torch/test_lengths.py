@@ -37,6 +37,7 @@ POISONED = (
 )
 
 
+CPU = flashtile.Options(backend="cpu")
 KEEP = torch.tensor([[True, False, True, True, False, False, True, True], [False] * 7 + [True]])
 
 
@@ -329,3 +330,19 @@ def test_a_large_batch_of_empty_items(backend: str, place: torch.device) -> None
     out = flashtile.attention_varlen(q, q, q, ends, options=flashtile.Options(backend=backend))
     assert (out[5:] == 0).all()
     torch.testing.assert_close(out[None, :5], flashtile.attention(*(q[None, :5],) * 3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_item_on_a_cpu_gets_the_bits_of_a_call_of_its_own(causal: bool) -> None:
+    """float32 too, whose backward inherits the rounding of the forward's scores: both passes round them alike."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 40, heads, 16) * size for heads, size in ((4, 4.0), (2, 4.0), (2, 1.0), (4, 1.0)))
+    lengths = {"seqused_q": torch.tensor([29], dtype=torch.int32), "seqused_k": torch.tensor([29], dtype=torch.int32)}
+
+    def gradients(part: slice, **how: Any) -> list[torch.Tensor]:
+        leaves = [t[:, part].detach().requires_grad_() for t in (q, k, v)]
+        out = flashtile.attention(*leaves, causal=causal, options=CPU, **how)
+        return [t[:, :29] for t in (out.detach(), *torch.autograd.grad(out, leaves, dout[:, part]))]
+
+    for one, own in zip(gradients(slice(0, 40), **lengths), gradients(slice(0, 29)), strict=True):
+        assert torch.equal(one, own)
