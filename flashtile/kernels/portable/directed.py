@@ -62,6 +62,13 @@ CROWDED: dict[tuple[Pass, int], Launch] = {
     ("second_keys", 128): Launch(32, 32, 4, 1, 8),
 }
 CDNA: dict[tuple[Pass, int], Launch] = {("second_keys", 64): Launch(32, 32, 4, 1, 8)}  # 32 x 64 spills 1.9 KB
+# In the place of the first rule. The larger tiles need more tensor memory than sm100 has, which Triton 3.6.0 tells by a kernel
+# that traps; these spill nothing. 64 x 128 spills 0.6 to 1.3 KB on sm80, 32 x 128 48 bytes.
+BLACKWELL: dict[tuple[Pass, int], Launch] = {
+    ("tangent", 128): Launch(64, 64, 8, 2, 8), ("second_keys", 64): Launch(32, 128, 8, 3, 8),
+    ("second_keys", 128): Launch(32, 64, 8, 2, 8),
+}  # fmt: skip
+AMPERE: dict[tuple[Pass, int], Launch] = {("second_keys", 64): Launch(32, 128, 8, 3, 8)}
 # Of fp32, whose operands wait in several parts, and of float64 and "ieee", whose tiles are all small.
 FP32: dict[int, tuple[Launch, ...]] = {
     64: (Launch(32, 32, 4, 1, 8), Launch(16, 32, 4, 1, 8)),
@@ -77,6 +84,9 @@ def choose_directed(p: AttentionProblem, device: Device, which: Pass) -> Launch:
         launch = INTERPRETED[which]
     else:
         rules = FP32[width] if p.dtype is DType.FP32 else SIXTEEN_BIT[which][width]
+        elsewhere = BLACKWELL if device.arch >= 100 else AMPERE if device.arch < 90 else {}
+        if device.kind == "cuda" and p.dtype is not DType.FP32 and (which, width) in elsewhere:
+            rules = (elsewhere[which, width], *rules[1:])
         more = p.score or p.where or p.dropout is not None or p.head_dim % 16 or p.head_dim_v % 16
         more = more or (is_small(p) and p.dtype.is_narrow)  # whose products are twice as many
         if (more or device.kind == "hip") and len(rules) > 1:
