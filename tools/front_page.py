@@ -110,6 +110,12 @@ def slower(folder: Path) -> str:
     results = [r for r in read_bench(folder / "cpu-xeon.csv") if r.direction == "backward" and r.dtype != "fp32"]
     ratios = [r for row in report.grouped(results) if (r := report.ratio(row)) is not None]
     add("16-bit backward on a CPU", _mean(ratios), "PyTorch's own", results, "Intel Xeon")
+    rows = [row for row in read(folder / "cached-hopper-sums-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    of_one, of_pages = (
+        [float(row["of_best"]) for row in rows if row["provider"] == f"flashtile/{kind}"] for kind in ("contiguous", "16")
+    )
+    add("decoding one query, Hopper's own kernel", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
+        "the best of SDPA's kernels", rows, "H200")  # fmt: skip
     return "\n".join([*lines, ""])
 
 
