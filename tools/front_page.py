@@ -122,14 +122,16 @@ def slower(folder: Path) -> str:
 def field_tests(folder: Path) -> str:
     """What became of flash-attention's own tests, in a few words."""
     counts: dict[str, int] = {}
-    for row in read(_path(folder, "field-tests")):
+    rows = read(_path(folder, "field-tests"))
+    caches = all("key/value cache" in row["why"] for row in rows if row["outcome"] == "refused")
+    for row in rows:
         counts[row["outcome"]] = counts.get(row["outcome"], 0) + int(row["cases"])
     failed = sum(n for outcome, n in counts.items() if outcome not in ("passed", "refused", "skipped", "not reached"))
     drawn = sum(counts.values())
     return (
-        f"We ran {drawn - counts['not reached']:,} of {drawn:,} tests of flash-attention 2.8.4, drawn at random, on an H100: "
-        f"{counts['passed']:,} passed, "
-        f"{counts['refused']:,} asked for features that we refuse, {counts['skipped']:,} skipped themselves, "
+        f"We ran {drawn - counts['not reached']:,} of {drawn:,} tests of flash-attention 2.8.4, drawn at random, on an H100 on "
+        f"{_when(rows)}: {counts['passed']:,} passed, {counts['refused']:,} asked for "
+        f"{'a key/value cache' if caches else 'features'}, which we refused then, {counts['skipped']:,} skipped themselves, "
         f"{failed or 'none'} failed."
     )
 
