@@ -21,8 +21,8 @@ few = sys.argv[1] == "--few"
 
 
 def traits(job: Job) -> set[str]:
-    """Every kernel; of those that multiply every dtype, on targets and of kernels, head dim and feature, in either direction; and
-    each of 128 columns on sm100, whose tensor memory is short for large tiles. Of Hopper's, of which test_hopper.py compiles
+    """Every kernel; of those that multiply every dtype, on targets and of kernels, head dim, feature in either direction, and
+    those of 128 columns on sm100, whose tensor memory is short for large tiles. Of Hopper's, of which test_hopper.py compiles
     more, each kernel. Few: every kernel; every target.
     """
     problem, call = AttentionProblem.parse(job.problem), plan_of(job).calls[job.index]
