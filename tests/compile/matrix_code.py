@@ -21,8 +21,9 @@ few = sys.argv[1] == "--few"
 
 
 def traits(job: Job) -> set[str]:
-    """Every kernel; of those that multiply every dtype, on targets and of kernels, head dim, and feature, in either direction.
-    Of Hopper's, of which test_hopper.py compiles more, each kernel. Few: every kernel; every target.
+    """Every kernel; of those that multiply every dtype, on targets and of kernels, head dim, feature in either direction, and
+    those of 128 columns on sm100, whose tensor memory is short for large tiles. Of Hopper's, of which test_hopper.py compiles
+    more, each kernel. Few: every kernel; every target.
     """
     problem, call = AttentionProblem.parse(job.problem), plan_of(job).calls[job.index]
     assert isinstance(call, KernelCall)
@@ -33,7 +34,8 @@ def traits(job: Job) -> set[str]:
     if few:
         return found | {job.target}
     passes = {f"{'backward' if job.variant else 'forward'} {feature}" for feature in FEATURES.findall(job.problem)}
-    return found | {f"{kernel} {dtype}", f"{job.target} {dtype}", f"{problem.head_dim} columns", *passes}
+    short = {f"sm100 {kernel}"} if job.target == "sm100" and problem.head_dim == 128 else set[str]()
+    return found | {f"{kernel} {dtype}", f"{job.target} {dtype}", f"{problem.head_dim} columns", *passes, *short}
 
 
 def widest(job: Job) -> int:
