@@ -99,9 +99,14 @@ def slower(folder: Path) -> str:
         "cuDNN, FlashAttention-2", results)  # fmt: skip
     forward = {row["row"]: row for row in read(_path(folder, "hopper-forward"))}
     rows = [forward[f"softcap-{depth}-{mask}"] for depth in (64, 128) for mask in ("full", "causal")]
-    add("softcap, forward, head_dim 64 and 128", _range([float(row["of_base"]) for row in rows]), "no softcap", rows)
     late = [forward["softcap-128-with-lse"]]
-    add("softcap and `return_lse`, forward, head_dim 128", _range([float(late[0]["of_base"])]), "neither of them", late)
+    capped, returning = (_range([float(row["of_base"]) for row in some]) for some in (rows, late))
+    add(
+        "softcap, forward, head_dim 64 and 128",
+        f"{capped}; {returning} with `return_lse` and 128",
+        "neither of them",
+        rows + late,
+    )
     costs = [row for row in read(_path(folder, "features-hopper")) if (row["section"], row["name"]) == ("costs", "dropout")]
     add("dropout, forward, head_dim 128", _range([1 / float(row["forward_ratio"]) for row in costs]), "no dropout", costs)
     rows = [row for row in read(folder / "cpu-epyc.csv") if (row["section"], row["what"]) == ("calls", "both")]
