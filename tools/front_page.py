@@ -102,7 +102,7 @@ def slower(folder: Path) -> str:
     late = [forward["softcap-128-with-lse"]]
     capped, returning = (_range([float(row["of_base"]) for row in some]) for some in (rows, late))
     told = f"{capped}; {returning} with `return_lse` and 128"
-    add("softcap, forward, head_dim 64 and 128", told, "no softcap", rows + late)
+    add("softcap, forward, head_dim 64 and 128", told, "no softcap, no `return_lse`", rows + late)
     costs = [row for row in read(_path(folder, "features-hopper")) if (row["section"], row["name"]) == ("costs", "dropout")]
     add("dropout, forward, head_dim 128", _range([1 / float(row["forward_ratio"]) for row in costs]), "no dropout", costs)
     rows = [row for row in read(folder / "cpu-epyc.csv") if (row["section"], row["what"]) == ("calls", "both")]
