@@ -11,6 +11,6 @@ from tests.torch.derivative_cases import wrong
 ONCE_WRONG = ((1, 9), (14, 12), (0, 15), (0, 25), (0, 14), (10, 10))
 
 
-@pytest.mark.parametrize(("variant", "seed"), ONCE_WRONG)
-def test_random_cases_that_were_wrong(variant: int, seed: int, device: torch.device) -> None:
-    assert wrong(variant, 1000 * variant + seed, device, "triton") == []
+@pytest.mark.parametrize(("kind", "seed"), ONCE_WRONG)
+def test_random_cases_that_were_wrong(kind: int, seed: int, device: torch.device) -> None:
+    assert wrong(kind, 1000 * kind + seed, device, "triton") == []
