@@ -292,8 +292,8 @@ def fused(inputs: Inputs) -> Tensors:
         first = max(rows - keys, 0) if causal or not keys else 0  # queries before it see nothing
         if causal and not (rows - first == keys and c.scale_value > 0):  # its causal mask is aligned at both ends
             return {}
-        own = (t[item : item + 1, :, a:b] for t, a, b in ((q, first, rows), (k, 0, keys), (v, 0, keys)))
-        seen = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=causal, scale=c.scale_value)
+        own_q, own_k, own_v = (t[item : item + 1, :, a:b] for t, a, b in ((q, first, rows), (k, 0, keys), (v, 0, keys)))
+        seen = torch.nn.functional.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=causal, scale=c.scale_value)
         made.append(torch.nn.functional.pad(seen, (0, 0, first, c.seqlen_q - rows)))
     if not any(rows and keys for rows, keys in zip(n.tokens_q, n.tokens_k, strict=True)):
         return {}
