@@ -90,9 +90,20 @@ def plan_cached(problem: CachedProblem | AppendProblem, device: Device, backend:
 
     Raises NotSupported with everybody's reasons.
     """
+    candidates = BACKENDS if backend is None else (backend_named(backend),)
+    return first_cached(candidates, problem, device, problem).cached(problem, device)
+
+
+def first_cached(
+    backends: tuple[Backend, ...], problem: CachedProblem | AppendProblem, device: Device, asked: CachedProblem | AppendProblem
+) -> Backend:
+    """The first of these that runs it, remembering nothing: for sizes that are not known too.
+
+    Raises NotSupported, which names the problem that was `asked` for.
+    """
     reasons: dict[str, list[str]] = {}
-    for candidate in BACKENDS if backend is None else (backend_named(backend),):
-        reasons[candidate.name] = candidate.unsupported_cached(problem, device)
-        if not reasons[candidate.name]:
-            return candidate.cached(problem, device)
-    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
+    for backend in backends:
+        reasons[backend.name] = backend.unsupported_cached(problem, device)
+        if not reasons[backend.name]:
+            return backend
+    raise NotSupported(f"{asked.spell()} on {device.target}", reasons)

@@ -8,9 +8,9 @@ from functools import partial
 from itertools import product
 from math import gcd
 
-from flashtile.dispatch import BACKENDS
+from flashtile.dispatch import first_cached
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.export.attention import at_sizes, check_exported
+from flashtile.export.attention import GPU_BACKENDS, at_sizes, check_exported
 from flashtile.export.entry import Entry, Sizes
 from flashtile.kernels.portable.backend import BACKEND as PORTABLE
 from flashtile.plan.call import Buffer, Plan
@@ -19,7 +19,6 @@ from flashtile.problem.cache import CachedProblem, append_of
 from flashtile.problem.lengths import Lengths
 from flashtile.triton_glue.compile import contiguous
 
-GPU_BACKENDS = tuple(b for b in BACKENDS if b.name != "cpu")
 AXES = ("page_stride", "row_stride", "head_stride")
 BATCHES, QUERIES, ROWS = (1, 3, 64, 1000), (1, 2, 5, 16, 100, 2000), (1, 2, 4, 100, 1000, 20000)
 
@@ -147,12 +146,7 @@ def cached_entries(name: str, export: CachedExport) -> list[Entry]:
 
     def forward(sizes: Sizes, device: Device) -> Plan:
         problem, place = export.at(sizes), replace(device, sm_count=sizes["sm_count"])
-        reasons: dict[str, list[str]] = {}
-        for backend in GPU_BACKENDS:
-            reasons[backend.name] = backend.unsupported_cached(problem, place)
-            if not reasons[backend.name]:
-                return backend.cached(problem, place)
-        raise NotSupported(f"{spelling} on {device.target}", reasons)
+        return first_cached(GPU_BACKENDS, problem, place, export.problem).cached(problem, place)
 
     def append(sizes: Sizes, device: Device) -> Plan:
         return PORTABLE.cached(append_of(export.at(sizes)), device)

@@ -28,8 +28,7 @@ def packed_starts(positions: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Ten
     first = _begins(positions).expand(batch, seqlen)
     if not bool(first[:, 1:].any()):
         return None
-    starts = first.flatten().nonzero()[:, 0]
-    return torch.cat([starts, starts.new_tensor([batch * seqlen])]).to(torch.int32)
+    return _starts(first)
 
 
 def _begins(positions: torch.Tensor) -> torch.Tensor:
@@ -37,6 +36,12 @@ def _begins(positions: torch.Tensor) -> torch.Tensor:
     first = torch.ones_like(positions, dtype=torch.bool)
     first[:, 1:] = positions[:, 1:] <= positions[:, :-1]
     return first
+
+
+def _starts(first: torch.Tensor) -> torch.Tensor:
+    """Where they begin in all rows, one after another, and where the last one ends, int32."""
+    starts = first.flatten().nonzero()[:, 0]
+    return torch.cat([starts, starts.new_tensor([first.numel()])]).to(torch.int32)
 
 
 @eagerly
@@ -69,9 +74,7 @@ def attend_shards(
         return attention(q, k, v, context=context, **arguments)
     mask = arguments.pop("mask", None) or FULL
     if q.shape[0] == 1 and isinstance(mask, Band):
-        starts = first[0].nonzero()[:, 0]
-        starts = torch.cat([starts, starts.new_tensor([whole.shape[1]])]).to(torch.int32)
-        return attention_varlen(q[0], k[0], v[0], starts, context=context, mask=mask, **arguments)[None]
+        return attention_varlen(q[0], k[0], v[0], _starts(first[:1]), context=context, mask=mask, **arguments)[None]
     ids = shard(first.cumsum(1).to(torch.int32), context).expand(q.shape[:2])
     return attention(q, k, v, context=context, mask=Document(ids) & mask, **arguments)
 

@@ -16,7 +16,16 @@ from flashtile.features.scores.softcap import Softcap
 from flashtile.jax.arguments import check_operands, make_band, numbers, operand
 from flashtile.jax.arrays import promotes
 from flashtile.jax.attention import dot_product_attention
-from flashtile.jax.exchange import check_layout, gathered, heads_for_tokens, in_order, shard_order, tokens_for_heads, with_halo
+from flashtile.jax.exchange import (
+    check_layout,
+    gathered,
+    heads_for_tokens,
+    in_order,
+    in_own_order,
+    shard_order,
+    tokens_for_heads,
+    with_halo,
+)
 from flashtile.problem.mask import FULL, Band, Joined
 from flashtile.problem.predicate import normal_form
 
@@ -127,11 +136,7 @@ def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, ho
         key, value = (jnp.repeat(x.astype(jnp.float32), copies, 2) for x in (key, value))
     q, k, v = (heads_for_tokens(x, name, devices, layout) for x in (query, key, value))
     k, v = k.astype(qkv[1].dtype), v.astype(qkv[2].dtype)
-
-    def whole(x: Any) -> Any:
-        x = in_order(x, name, devices, 1)
-        return x if layout == "contiguous" else x[:, jnp.argsort(shard_order(x.shape[1], devices, layout))]
-
+    whole = lambda x: in_own_order(in_order(x, name, devices, 1), devices, layout)  # noqa: E731
     part = lambda x: jax.lax.dynamic_slice_in_dim(x, at * heads, heads, -1)  # noqa: E731
     if how.get("sinks") is not None:
         how["sinks"] = part(jnp.asarray(how["sinks"]))

@@ -95,7 +95,11 @@ def _from(x: Any, axis_name: Any, devices: int, back: int) -> Any:
 
 def heads_for_tokens(x: Any, axis_name: Any, devices: int, layout: str) -> Any:
     """(B, S, N / n, ...) of (B, S / n, N, ...): this device's heads of the whole sequence, in its own order."""
-    x = jax.lax.all_to_all(x, axis_name, 2, 1, tiled=True)
+    return in_own_order(jax.lax.all_to_all(x, axis_name, 2, 1, tiled=True), devices, layout)
+
+
+def in_own_order(x: Any, devices: int, layout: str) -> Any:
+    """(B, S, ...) in the sequence's own order, of all devices' shards one after another."""
     return x if layout == "contiguous" else x[:, jnp.argsort(shard_order(x.shape[1], devices, layout))]
 
 

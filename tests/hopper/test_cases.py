@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,10 +12,10 @@ from tests.cases import Case
 from tests.compile.covering import covering, some_whole
 from tests.hopper.assess import assess
 from tests.hopper.cases import CASES_HERE, EMULATED, LARGE, unexpected
+from tests.hopper.emulating import emulate
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = 3  # processes that share the cases of `make test`, and as many the others, of `make compile`
 # Of cases whose name begins so the first runs, forward or with its backward too: a refusal of all would go unnoticed otherwise.
 RUN = {
@@ -72,7 +65,7 @@ SHARES = [tuple(names[part::PARTS]) for names in (sorted(FEW), OTHERS) for part 
 
 @pytest.mark.parametrize("names", some_whole(SHARES, SHARES[:PARTS]), ids=range(2 * PARTS))
 def test_what_is_not_refused_is_right(names: tuple[str, ...]) -> None:
-    results = emulate(names)
+    results = emulate("emulated_cases", names, timeout=600)
     wrong = [f"{r['case']}: {r.get('failure') or r['breaches']}" for r in results if r.get("failure") or r.get("breaches")]
     assert not wrong, "\n".join(wrong)
     assert [r["case"] for r in results] == list(names)
@@ -81,15 +74,6 @@ def test_what_is_not_refused_is_right(names: tuple[str, ...]) -> None:
     backward = {r["case"] for r in results if "breaches" in r and "refusal" not in r}
     assert not first("forward") & (set(names) - forward)
     assert not first("backward") & (set(names) - backward)
-
-
-def emulate(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What `emulated_cases` says of each case."""
-    command = [sys.executable, "-m", "tests.hopper.emulated_cases", *names]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.sm90

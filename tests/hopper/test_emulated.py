@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.compile.covering import some_whole
+from tests.hopper.emulating import emulate
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -144,11 +145,7 @@ SPLIT = {
 
 def judge(cases: list[dict[str, Any]], script: str = "emulated", limit: float = LIMIT) -> None:
     """Run cases in one process; all that is wrong in one message."""
-    command = [sys.executable, "-m", f"tests.hopper.{script}", *map(json.dumps, cases)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = emulate(script, map(json.dumps, cases))
     wrong = [
         f"{case}: {result.get('failure') or result['errors']}"
         for case, result in zip(cases, results, strict=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.hopper.emulating import emulate
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -23,11 +22,7 @@ SHIPPED = [case for group in GROUPS.values() for case in group if not case["laun
 @pytest.mark.parametrize("group", GROUPS)
 def test_e4m3_is_multiplied(group: str) -> None:
     cases = GROUPS[group]
-    command = [sys.executable, "-m", "tests.hopper.emulated_stored", *map(json.dumps, cases)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = emulate("emulated_stored", map(json.dumps, cases))
     wrong = [
         f"{case}: {result.get('failure') or excesses(result['errors'])}"
         for case, result in zip(cases, results, strict=True)

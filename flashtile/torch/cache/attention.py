@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,9 +90,8 @@ def attention_cached(
     if append is None and rotary is not None:
         raise InvalidProblem("rotary is given without append; rotate q by flashtile.ops.rotary.")
     asked = {"causal": causal, "window": window, "mask": mask, "return_lse": return_lse, "options": options, **changes}
-    asked, cu_q, used, first, pages, scales, written, chosen = _read(
-        (q, k_cache, v_cache), page_table, seqused_k, cu_seqlens_q, first_k, split, asked
-    )
+    call = _read((q, k_cache, v_cache), page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
+    asked, cu_q, used, first, pages, scales, written, chosen = call
     text, floats, ints, captured, others = written
     counts = q.shape[1] if cu_q is None else cu_q.diff()
     added = 0 if append is None else counts
@@ -137,18 +136,30 @@ def problem_of(
     """The problem of such a call, as `explain` has it: nothing is computed, and no number in a tensor is looked at."""
     check_pools(q, k_cache, v_cache, cu_seqlens_q is not None)
     three = (q, k_cache, v_cache)
-    _, _, _, first, _, scales, written, chosen = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
-    text, floats, ints, captured, others = written
-    return describe(three, scales, page_table, first is not None, [*captured, *others], chosen, text, floats, ints)[0]
+    call = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
+    text, floats, ints, captured, others = call.written
+    tensors = [*captured, *others]
+    return describe(three, call.scales, page_table, call.first is not None, tensors, call.split, text, floats, ints)[0]
+
+
+class _Call(NamedTuple):
+    """asked: what `Arguments` takes. written: as `routes/request.py` writes it. split: -1 for the default."""
+
+    asked: dict[str, Any]
+    cu_q: torch.Tensor | None
+    used: torch.Tensor
+    first: torch.Tensor | None
+    pages: Pages
+    scales: Scales
+    written: Any
+    split: int
 
 
 def _read(
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: torch.Tensor | None, seqused_k: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None, first_k: torch.Tensor | None, split: int | None, given: dict[str, Any],
-) -> Any:  # fmt: skip
-    """What a call says, checked: (what `Arguments` takes, cu_seqlens_q, seqused_k, first_k, pages, scales, the call as
-    `routes/request.py` writes it, split or -1).
-    """
+) -> _Call:  # fmt: skip
+    """What a call says, checked."""
     if not given.keys() <= NAMES:
         check_names("attention_cached", given, ARGUMENTS)
     q, k_cache, v_cache = three
@@ -169,7 +180,7 @@ def _read(
     asked |= {"score": modifiers(given.get("score", ())), "options": DEFAULT if options is None else options}
     written = _write(three, pages, used, cu_q, asked)
     chosen = -1 if split is None else check_split(plain(split), pages)
-    return asked, cu_q, used, first, pages, scales, written, chosen
+    return _Call(asked, cu_q, used, first, pages, scales, written, chosen)
 
 
 def _write(

@@ -8,27 +8,18 @@ from flashtile.triton_glue.gluon import gl, gluon
 
 
 @gluon.constexpr_function
-def matrix_layout(columns: int) -> Any:
-    """An accumulator of one warpgroup: 64 rows (or a multiple), `columns` wide. A warp holds 16 rows, four lanes a row."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def matrix_layout(columns: int, depth: int = 16) -> Any:
+    """An accumulator of one warpgroup: 64 rows (or a multiple), `columns` wide. A warp holds 16 rows, four lanes a row.
+
+    depth: how many products an instruction sums, 16 of 16 bits or 32 of 8; what it sums lies alike.
+    """
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
 @gluon.constexpr_function
-def operand_layout(columns: int) -> Any:
-    """The left operand, in registers, of a product that accumulates into `matrix_layout(columns)`."""
-    return gl.DotOperandLayout(0, matrix_layout(columns), 2)
-
-
-@gluon.constexpr_function
-def stored_layout(columns: int) -> Any:
-    """An accumulator of products of 8 bits, 32 of which are summed over at a time: it lies as `matrix_layout(columns)` does."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
-
-
-@gluon.constexpr_function
-def stored_operand_layout(columns: int) -> Any:
-    """The left operand of 8 bits, in registers, of a product that accumulates into `stored_layout(columns)`."""
-    return gl.DotOperandLayout(0, stored_layout(columns), 4)
+def operand_layout(columns: int, depth: int = 16) -> Any:
+    """The left operand, in registers, of a product that accumulates into `matrix_layout(columns, depth)`."""
+    return gl.DotOperandLayout(0, matrix_layout(columns, depth), depth // 8)
 
 
 @gluon.constexpr_function

@@ -4,10 +4,11 @@ A matrix unit takes 8-bit operands from shared memory along what is summed over 
 turned, and their keys in an order in which probabilities need not leave the threads that made them.
 """
 
-from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout, stored_layout, stored_operand_layout
+from flashtile.kernels.sm90.device.layouts import matrix_layout, operand_layout, row_layout
 from flashtile.kernels.sm90.device.parts import part_at
 from flashtile.triton_glue.gluon import gl, gluon, pack_e4m3, recast, unpack_e4m3, warpgroup_mma, warpgroup_mma_wait
 
+DEPTH = gl.constexpr(32)  # products of 8 bits that an instruction sums
 LIFT_LOG2 = gl.constexpr(8.0)  # probabilities are multiplied by 256: from 2^-14 on e4m3 then has all its bits
 
 
@@ -43,7 +44,7 @@ def in_e4m3(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def multiply_stored(q, k, ROWS: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr):
     """Queries times a key tile, tiles of bytes, under way."""
-    start = gl.zeros([ROWS, KEYS], gl.float32, stored_layout(KEYS))  # pyright: ignore[reportCallIssue]
+    start = gl.zeros([ROWS, KEYS], gl.float32, matrix_layout(KEYS, DEPTH))  # pyright: ignore[reportCallIssue]
     rows, columns = in_e4m3(q, ROWS, COLUMNS), in_e4m3(k, KEYS, COLUMNS)
     return warpgroup_mma(rows, columns.permute((1, 0)), start, use_acc=False, is_async=True)
 
@@ -75,7 +76,7 @@ def as_operand(words, COLUMNS: gl.constexpr):
     KEYS: gl.constexpr = 4 * words.shape[1]
     twice = gl.join(words, words)
     four = gl.join(twice, twice).reshape([ROWS, KEYS])
-    return unpack_e4m3(gl.convert_layout(four, stored_operand_layout(COLUMNS), assert_trivial=True))
+    return unpack_e4m3(gl.convert_layout(four, operand_layout(COLUMNS, DEPTH), assert_trivial=True))
 
 
 @gluon.jit
@@ -93,7 +94,7 @@ def add_stored(rows, mem, use, T: gl.constexpr):
     mem.values.wait(use)
     for part in gl.static_range(PARTS_V):
         v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS)
-        start = gl.zeros([ROWS, COLUMNS], gl.float32, stored_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        start = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS, DEPTH))  # pyright: ignore[reportCallIssue]
         product = warpgroup_mma(weights, v.permute((1, 0)), start, use_acc=False, is_async=True)
         product = plain(warpgroup_mma_wait(0, deps=[product]))
         made = made + (rows.acc[part] * decay + product,)  # noqa: RUF005 (Triton knows no unpacking)
