@@ -4,10 +4,10 @@
 
 TESTS is the folder `tests` of flash-attention, or `hopper` with those of version 3, fetched for the run (2.8.4 is the version
 whose names we speak); FOLDER holds wheels that the tests import and this Python lacks (einops, pytest).
-`flashtile.compat.install` is all that stands between the tests and us: nothing else is replaced. Test functions are called with values drawn from their own
-`parametrize` marks. A draw fixes what kernels are compiled for, and then runs several lengths; a process keeps its draws, so
-that each kernel is compiled by one. Writes a line for each case as soon as it is done, and counts.csv beside it at the end;
-prints counts and every failure.
+`flashtile.compat.install` is all that stands between the tests and us: nothing else is replaced. Test functions are called
+with values drawn from their own `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several
+lengths; a process keeps its draws, so that each kernel is compiled by one. Writes a line for each case as soon as it is done,
+and counts.csv beside it at the end; prints counts and every failure.
 """
 
 from __future__ import annotations

@@ -171,7 +171,10 @@ def flash_attn_with_kvcache(
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(batch_size: int, *args: Any, cache_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: torch.Tensor, *args: Any, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """An int32 tensor for `scheduler_metadata`, of zeros: nothing is scheduled ahead here, and nobody reads it."""
     return torch.zeros(4 * -(-batch_size // 4), dtype=torch.int32, device=cache_seqlens.device)
 

@@ -55,9 +55,7 @@ def scale_of(pool: torch.Tensor, batch: int, r: random.Random, generator: torch.
     return scale.masked_fill(pool[..., 0].float().isnan(), torch.nan) if len(shape) == 3 else scale
 
 
-def draw(
-    seed: int, small: bool = False, device: torch.device = CPU, stored: bool = False, variant: int | None = None
-) -> Drawn:
+def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: bool = False, variant: int | None = None) -> Drawn:
     """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted. stored: its cache
     is one of 8 bits, and has scales. variant: the seed of what kernels are compiled for, if not this seed.
     """
