@@ -28,7 +28,7 @@ API: dict[str, tuple[str, tuple[Part, ...]]] = {
         "InvalidProblem", "NotSupported", "cache_info", "cache_clear",
     )),)),
     "masks": ("Masks and score modifiers", (Part("", "flashtile", (
-        "Band", "Document", "Prefix", "Dilated", "TopLeft", "Tree", "KeyPadding", "Stored", "Blocks", "Predicate", "Softcap",
+        "Band", "Document", "Prefix", "Chunked", "Dilated", "TopLeft", "Tree", "KeyPadding", "Stored", "Blocks", "Predicate", "Softcap",
         "Alibi", "Bias", "Score", "Captured", "Position",
     )),)),
     "caches": ("Caches and merging", (Part("", "flashtile", ("attention_cached", "append_to_cache", "PagedCache", "merge")),)),
