@@ -1,7 +1,7 @@
 """Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
-        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--sets split=128 MANY_LOADS=8]
+        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--sets split=128 LOADS=4]
         [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
 
 All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models

@@ -17,8 +17,7 @@ from flashtile.triton_glue.language import jit, tl
 
 PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
 SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
-LOADS = 8  # parts under way,
-MANY_LOADS = 16  # and so many where programs of the sum leave multiprocessors idle: it is then as long as its loads in a row
+LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us longer (an H200)
 PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
 FEW_PARTS = 4  # or so many, where an item has no more
 SUM_REGISTERS = 128  # for ptxas else holds few loads under way
@@ -189,14 +188,15 @@ def joined(rows, other, T: tl.constexpr):
     return Rows(acc, level, tl.fma(other.total, new, rows.total * old))
 
 
-def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
-    """Parts that a program forms, a power of two: of 2048 keys at most, and PROGRAMS on every multiprocessor at least.
+def parts_of(problem: CachedProblem, programs: int, device: Device, least: float | None = None) -> int:
+    """Parts that a program forms, a power of two: of 2048 keys at most, and so many programs on every multiprocessor at least.
 
-    programs: those that there were for one part. Results are the same bits whatever it is.
+    programs: those that there were for one part; least: PROGRAMS unless it is said. Results are the same bits whatever it is.
     """
+    least = PROGRAMS if least is None else least
     parts, keys = 1, problem.split
     if problem.split and problem.attention.dtype is not DType.FP32:
-        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 2 * PROGRAMS * parts * device.sm_count:
+        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 2 * least * parts * device.sm_count:
             parts *= 2
     return parts
 
@@ -206,15 +206,15 @@ def group_of(split: int) -> int:
     return max(1, PROGRAM_KEYS // split)
 
 
-def loaded_of(problem: CachedProblem, together: int, loads: int) -> tuple[int, int]:
-    """(parts that are added up first, such sums at a time) of the launch that adds up, which has so many loads under way.
+def loaded_of(problem: CachedProblem, together: int) -> tuple[int, int]:
+    """(parts that are added up first, such sums at a time) of the launch that adds up.
 
     A part that is not there changes no bit of a sum, but its place takes time: one item of 1,024 keys, which has 4 parts, took
     7.7 us where 4 had places and 8.8 where 8 have (an H200). That the places are what it pays for is a guess.
     """
     if problem.splits <= FEW_PARTS and together > FEW_PARTS:
         return FEW_PARTS, 1
-    return together, max(1, min(loads, problem.splits) // together)
+    return together, max(1, LOADS // together)
 
 
 def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer, ...]:
@@ -237,11 +237,10 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     tokens = tile.block_q // packing.heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
     columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))
-    few, loads = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide, LOADS
-    idle = tiles * p.heads_kv * packing.chunks * (tile.columns_v // columns) < device.sm_count
-    if few and idle and tile.block_q * SUM_COLUMNS <= SUM_ELEMENTS:
-        columns, loads = min(tile.columns_v, SUM_COLUMNS), MANY_LOADS
-    together, sums = loaded_of(problem, together, loads)
+    few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
+    if few and tiles * p.heads_kv * packing.chunks * (tile.columns_v // columns) < device.sm_count:
+        columns = min(tile.columns_v, SUM_COLUMNS)  # else multiprocessors are idle
+    together, sums = loaded_of(problem, together)
     sink = Pointer("sink") if p.sink is not None else None
     parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
     lengths = (
@@ -254,5 +253,5 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
         (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("T", tile)), 4, 1,
-        False, SUM_REGISTERS if few and loads == LOADS else None, packing.early,
+        False, SUM_REGISTERS if few else None, packing.early,
     )  # fmt: skip
