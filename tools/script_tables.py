@@ -29,8 +29,8 @@ FILES = {  # file -> what its rows are
     "cached-hopper-h200": "The same by Hopper's kernel, beside the portable one (`triton` in a name) and with other tiles.",
     "cached-hopper-sums-h200": "Hopper's kernel since a block adds its parts up (lab, decoding 2): `benchmarks/cached.py`.",
     "cached-hopper-cells-h200": "The same at the next commit, with 64 x 8192: `benchmarks/cached.py`.",
-    "cached-hopper-variants-h200": "Variants of the sum of parts (lab, decoding 4 and 5): `benchmarks/cached.py --sets`. The first "
-    "row of a cell is a choice that is gone: 16 loads under way, where 8 are now (`MANY_LOADS=8`).",
+    "cached-hopper-variants-h200": "Variants of the sum of parts (lab, decoding 4 and 5): `benchmarks/cached.py --sets`. The "
+    "first row of a cell is a choice that is gone: 16 loads under way, where 8 are now (`MANY_LOADS=8`).",
     "cached-hopper-e4m3-h200": "Caches of e4m3 by Hopper's kernel, beside the portable one and bf16 (lab, decoding 6): "
     "`benchmarks/cached.py --backends triton hopper`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
