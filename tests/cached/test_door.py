@@ -97,7 +97,7 @@ def test_version_3_packs_queries_and_new_keys_apart() -> None:
     out, lse, *rest = fa3.flash_attn_with_kvcache(
         q, *made, k, v, None, cos, sin, LENGTHS, rows, page_table=TABLE, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
         rotary_seqlens=starts, causal=True, return_softmax_lse=True,
-        scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, cache_seqlens=LENGTHS),
+        scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, 4, 2, 16, LENGTHS),
     )  # fmt: skip
     assert [t.numel() for t in rest] == [0, 0]
     for i, (row, n) in enumerate(zip(rows.tolist(), LENGTHS.tolist(), strict=True)):
