@@ -155,6 +155,20 @@ def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
 
 
+def test_builds_that_make_other_tensors_are_not_timed() -> None:
+    """A gradient of another size, of another sign, that is NaN, that is not there: each is named."""
+    compare = importlib.import_module("benchmarks.builds").compare
+    base = [10.0, 0.5, 4.0, -1.0]
+    compare([10.1, 0.45, 4.0, -1.05], base)
+    with pytest.raises(ArithmeticError, match=r"tensor 1: this build makes a signed sum of 1, the base -1"):
+        compare([10.0, 0.5, 4.0, 1.0], base)
+    for wrong in ([10.0, 0.5, 5.0, -1.0], [float("nan"), 0.5, 4.0, -1.0], [10.0, 0.5], []):
+        with pytest.raises(ArithmeticError):
+            compare(wrong, base)
+    with pytest.raises(ArithmeticError, match="the base 0"):
+        compare([], [])
+
+
 def raising(*_: Any) -> Any:
     raise RuntimeError("operation not permitted when stream is capturing")
 
