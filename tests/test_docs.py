@@ -141,6 +141,26 @@ def test_rows_of_scripts_speak_by_their_files_names() -> None:
     assert not list(evidence.of_row({"problem": PLAIN, "device": "H100", "provider": "sdpa/cudnn"}, "hopper-backward-h100"))
 
 
+def test_products_of_e4m3_have_run_where_they_were_judged() -> None:
+    """Keys and values of 8 bits under 16-bit queries say nothing of them, nor does a time without a problem."""
+    products = "attention(q=1x128x2x64,kv=128x2x64,bf16,stored=e4m3:head:head:head)"
+    row = {"section": "speed", "problem": products, "backend": "triton", "direction": "forward", "device": "RTX 5090"}
+
+    def told(**change: str) -> str:
+        return evidence.cell(products, "auto", "sm120", list(evidence.of_row(row | change, "fp8-5090")))
+
+    assert told() == "forward run on (triton)"
+    stored = products.replace(":head:head:head", ":head:head")
+    for change in (
+        dict(problem=stored),
+        dict(problem=""),
+        dict(backend="hopper"),
+        dict(failure="off by 1"),
+        dict(device="A10"),
+    ):
+        assert told(**change) == "forward compiled for (triton)"
+
+
 def test_the_readme_s_pytorch_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = blocks("README.md", "python")[0]
     assert len([line for line in example.splitlines() if line]) <= 6
