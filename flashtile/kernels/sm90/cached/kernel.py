@@ -34,7 +34,7 @@ from flashtile.triton_glue.gluon import (
 
 
 @aggregate
-class Memory:
+class CachedMemory:
     """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
     of a box, 64], with their channels.
     """
@@ -50,7 +50,7 @@ class Memory:
         self.q, self.k, self.v, self.keys, self.values = q, k, v, keys, values
 
 
-class Seat(NamedTuple):
+class CachedSeat(NamedTuple):
     """What a block computes: whose queries, from which on, and which keys of how many."""
 
     item: gl.tensor
@@ -67,7 +67,7 @@ class Seat(NamedTuple):
     seen_to: gl.tensor
 
 
-class Rows(NamedTuple):
+class CachedRows(NamedTuple):
     """State of 64 rows."""
 
     acc: gl.tensor
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def seat_of(number, used_ptr, sizes, T: gl.constexpr):
-    """The Seat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     heads = sizes[1] * T.chunks
@@ -93,7 +93,9 @@ def seat_of(number, used_ptr, sizes, T: gl.constexpr):
     first, end = lo, hi
     if T.split > 0:
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
-    return Seat(item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1])
+    return CachedSeat(
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
+    )
 
 
 @gluon.jit
@@ -166,12 +168,12 @@ def nothing(T: gl.constexpr):
     COLUMNS: gl.constexpr = T.columns_v
     total = lane_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)), T)  # pyright: ignore[reportCallIssue]
     top = gl.full([ROWS], float("-inf"), gl.float32, row_layout(BLOCK_K))
-    return Rows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
+    return CachedRows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
 
 
 @gluon.jit
 def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
-    """(Rows, key tiles used) of the keys from low to high, of which there are some."""
+    """(CachedRows, key tiles used) of the keys from low to high, of which there are some."""
     BLOCK_K: gl.constexpr = T.block_k
     score = multiply_keys(mem, use, T)
     score = warpgroup_mma_wait(0, deps=[score])
@@ -180,7 +182,7 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     top = gl.max(score, 1)
     p = gl.exp2(score - level(top, True, T)[:, None])
     rows = nothing(T)
-    rows = Rows(rows.acc, pack(p, mem.v.dtype), top, lane_sums(p, T))
+    rows = CachedRows(rows.acc, pack(p, mem.v.dtype), top, lane_sums(p, T))
     use += 1
     for start in range(low + BLOCK_K, high, BLOCK_K):
         rows = step(rows, mem, use, start, seat, sizes, scale, T)
@@ -189,7 +191,7 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     acc = add_values(rows, mem, use - 1, T)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mem.values.release(use - 1)
-    return Rows(acc, (), rows.top, rows.total), use
+    return CachedRows(acc, (), rows.top, rows.total), use
 
 
 @gluon.jit
@@ -210,7 +212,7 @@ def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
     p = gl.exp2(score - shift[:, None])
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     acc = acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-    return Rows(acc, pack(p, mem.v.dtype), top, total)
+    return CachedRows(acc, pack(p, mem.v.dtype), top, total)
 
 
 @gluon.jit
@@ -326,7 +328,7 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seq
     k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts_k * T.boxes, 1, 1, T.box, STRIP], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v * T.boxes, 1, 1, T.box, STRIP], v_desc.layout)
     keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
-    mem = Memory(q, k, v, keys, values)
+    mem = CachedMemory(q, k, v, keys, values)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
