@@ -36,6 +36,8 @@ FILES = {  # file -> what its rows are
     "tiles of 64 columns were chosen by time.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two.",
+    "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this build's time over the "
+    "other's; `spread`: how far the other's rounds lie apart. `costs-exact-delta`: with `Options(delta=\"exact\")` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what must be known of its rows
