@@ -28,7 +28,7 @@ ROLES: dict[str, Roles] = {
 # Axes of predicates' tensors, by the predicate's name; of others nothing is known, and they are never cut.
 PREDICATES: dict[str, tuple[Roles, ...]] = {
     "prefix": (("batch",),), "key_padding": (("batch", "s"),), "document": (("batch", "t"), ("batch", "s")),
-    "stored": (("batch", HEADS, "t", "s"),), "within": (), "dilated": (),
+    "stored": (("batch", HEADS, "t", "s"),), "within": (), "dilated": (), "chunked": (),
 }  # fmt: skip
 
 

@@ -61,8 +61,8 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
              SIZES={"small": dict(batch=1, seqlen_q=20, seqlen_k=20, heads_q=2, heads_kv=2)}), 4,
     ),
     "cached": (
-        ["--models", "tiny", "--batch", "2", "--keys", "32"],
-        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 10,
+        ["--models", "tiny", "--batch", "2", "--keys", "32", "--sets", "split=128", "LOADS=4"],
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 22,
     ),
     "cached --tiles": (
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
