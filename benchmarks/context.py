@@ -4,7 +4,8 @@ python -m benchmarks.context --ranks 2                       starts two processe
 torchrun --nproc_per_node 2 -m benchmarks.context            joins those that there are
 
 Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
-every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
+every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). together_ms is T1 of the slowest
+rank while every one runs the whole: what lies between is the machine's. Shards are causal, in
 zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal
 lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's
 SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has
@@ -243,11 +244,14 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
     """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
     device, whole = given[0].device, alone(given, form)
     one: list[float] = []
+    together: list[float] = []
     many: dict[str, list[float]] = {name: [] for name in names}
     peak = dict.fromkeys(names, 0.0)
     for _ in range(rounds):
         dist.barrier()
         one.append(slowest(timed(whole, device) if dist.get_rank() == 0 else 0.0, device))
+        if not together:
+            together.append(slowest(timed(whole, device), device))
         for name in names:
             with made(name, given, form) as run:
                 dist.barrier()
@@ -259,6 +263,7 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
     return {
         name: {
             "one_ms": first,
+            "together_ms": together[0],
             "ranks_ms": median(times),
             "efficiency": first / (ranks * median(times)),
             "peak_bytes": peak[name],
