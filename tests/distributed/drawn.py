@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import flashtile
-import flashtile.torch.context.attention as attention_over_ranks
 from flashtile import Alibi, Band, Bias, Dilated, Document, Dropout, KeyPadding, NotSupported, Prefix, Softcap, TopLeft
 from flashtile.distributed import Context
 from tests.distributed.cases import FEATURES, IDS, KEEP, SEQLEN, Case, Cut, Told, judge
+from tests.distributed.volumes import in_groups
 
 COUNTS = {2: 24, 4: 8}
 MASKS: dict[str, Any] = {
@@ -64,8 +64,7 @@ def drawn_calls_are_those_of_one_process(seed: int = 59) -> str:
         seqlen_q = SEQLEN if "used True" in name or "documents" in name or dice.random() < 0.7 else SEQLEN // 2
         options = flashtile.Options(deterministic=True) if dice.random() < 0.2 else None
         case = Case(method, layout, f"drawn {number}: {name}", torch.float32, heads_kv, seqlen_q, lse, options)
-        split = patch.object(attention_over_ranks, "head_groups", lambda q, k, _, groups=groups: min(groups, k.shape[2]))
-        with patch.dict(FEATURES, {case.feature: told}), split:
+        with patch.dict(FEATURES, {case.feature: told}), in_groups(groups):
             try:
                 found = judge(case, Context(None, method, layout), number % ranks)
             except NotSupported:

@@ -1,7 +1,7 @@
 """Ranks on GPUs, one GPU each: what the CPU's ranks check, of longer sequences, 16 bits and Hopper's widths.
 
-`python -m tests.distributed.on_gpus` runs it on two GPUs and says what was wrong; with `cpu` behind it, on a CPU. Several pairs of processes work beside each
-other, because most of their time goes into compiling. Exits 1 where something was wrong.
+`python -m tests.distributed.on_gpus` runs it on two GPUs and says what was wrong; with `cpu` behind it, on a CPU. Several
+pairs of processes work beside each other, because most of their time goes into compiling. Exits 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RANKS = 2
 PAIRS = int(os.environ.get("PAIRS", "8"))
 SECONDS = int(os.environ.get("SECONDS", "150"))  # no task begins later
 FEATURES = (
-    "causal", "window", "both sides", "sink", "softcap", "alibi", "documents", "padding", "prefix", "seqused", "dropout", "bias",
-    "packed causal", "packed window",
+    "causal", "window", "both sides", "sink", "softcap", "alibi", "documents", "padding", "prefix", "seqused", "dropout",
+    "bias", "packed causal", "packed window",
 )  # fmt: skip
 
 
