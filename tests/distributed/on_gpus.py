@@ -35,6 +35,7 @@ def tasks(device: torch.device) -> dict[str, Callable[[], str | None]]:
     from flashtile.distributed import Context
     from tests.distributed.cases import PACKED, WITHOUT, Case, judge
     from tests.distributed.engines import ENGINES
+    from tests.distributed.volumes import in_groups
 
     half, found = torch.bfloat16, list[Case]()
     for method in ("allgather", "ulysses", "ring"):
@@ -51,8 +52,15 @@ def tasks(device: torch.device) -> dict[str, Callable[[], str | None]]:
 
     for engine in ENGINES:
         made[engine.__name__] = lambda engine=engine: within(engine)
+
+    def judged(case: Case, groups: int) -> str:
+        with in_groups(groups):
+            return judge(case, Context(None, case.method, case.layout), 0, device)
+
     for case in found:
-        made[case.spell()] = lambda case=case: judge(case, Context(None, case.method, case.layout), 0, device)
+        made[case.spell()] = lambda case=case: judged(case, 1)
+        if case.feature in ("causal", "packed causal", "sink") and case.method != "ring":
+            made[f"{case.spell()}, two groups of heads"] = lambda case=case: judged(case, 2)
     return made
 
 
