@@ -20,12 +20,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import InvalidProblem, NotSupported
 from flashtile.compat.sdpa import scaled_dot_product_attention
 from flashtile.distributed import Context, attention, shard
 from flashtile.integrations import megatron, torchtitan
+from flashtile.torch.call.sharded import MODULE
 from tests.distributed.cases import CU, STRETCH, WIDTHS, data
 
 
@@ -101,6 +103,13 @@ def models_of_transformers_share_sequences(device: Any = "cpu") -> None:
         register()
 
 
+class Watching(TorchDispatchMode):
+    """Somebody who sees operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def shards_of_torchs_context_parallel_are_not_taken_for_the_whole(device: Any = "cpu") -> None:
     """Calls by name are refused there, and told what is right there; so are DTensors in its balanced order."""
     d = data(torch.float32, 8).to(device)
@@ -108,6 +117,8 @@ def shards_of_torchs_context_parallel_are_not_taken_for_the_whole(device: Any = 
     expected = flashtile.attention(d.q, d.k, d.v, causal=True)
     buffers = [t.transpose(1, 2).contiguous() for t in (d.q, d.k, d.v)]
     refused = pytest.raises(NotSupported, match=r"q, k and v are shards.*layout='zigzag'")
+    compiled = torch.compile(lambda q, k, v: flashtile.attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(d.q, d.k, d.v), expected)
     before, laid = F.scaled_dot_product_attention, [distribute_tensor(t, mesh, [Shard(1)]) for t in (d.q, d.k, d.v)]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
         shards = [t.transpose(1, 2) for t in buffers]
@@ -120,7 +131,22 @@ def shards_of_torchs_context_parallel_are_not_taken_for_the_whole(device: Any = 
         for call in calls:
             with refused:
                 call()
+        with refused:
+            compiled(*shards)  # whose graph was made outside
+        home = sys.modules[MODULE]
+        names = {name: vars(home)[name] for name in ("_cp_options", "_replaced_functions", "custom_ops")}
+        try:
+            for name in names:  # a release that calls them otherwise
+                delattr(home, name)
+            with pytest.raises(NotSupported, match=r"q, k and v are shards.*the order in which torch balances"):
+                flashtile.attention(shards[0], shards[1], shards[2], causal=True)
+        finally:
+            vars(home).update(names)
         out = attention(shards[0], shards[1], shards[2], context=Context(mesh, layout="zigzag"), causal=True)
+        with Watching():
+            watched = attention(shards[0], shards[1], shards[2], context=Context(mesh, layout="zigzag"), causal=True)
+        torch.testing.assert_close(watched, out)
+    compiled(d.q, d.k, d.v)
     torch.testing.assert_close(out, shard(expected, Context(layout="zigzag")), **near(device, 1e-6))
     with patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention):
         flashtile.attention(d.q, d.k, d.v)  # another's function in torch's place is not torch's context

@@ -88,6 +88,8 @@ def rank_main(number: int, kind: str, folder: Path) -> None:
             found[name] = task() or ""
         except BaseException:  # pytest's own failures are no Exceptions
             found[name] = traceback.format_exc()
+        if found[name]:
+            print(f"WRONG, rank {rank}, {name}: {found[name]}", flush=True)
         (folder / f"{pair}-{rank}.json").write_text(json.dumps(found))
         dist.barrier()
     print(f"pair {pair}, rank {rank}: {len(found)} in {time.perf_counter() - began:.0f} s", flush=True)

@@ -151,7 +151,7 @@ def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
             assert not judge(Case("allgather", "zigzag", feature), context, 0), feature
             if feature != "bias":
                 assert not judge(Case("ulysses", "contiguous", feature), Context(None, "ulysses"), 0), feature
-    laws = [(8192, 8, 2, 4), (32768, 8, 4, 4), (32768, 2, 2, 1), (32768, 1, 1, 1), (1024, 8, 1, 1)]  # of 32 heads
+    laws = [(8192, 8, 1, 1), (32768, 8, 2, 4), (65536, 8, 4, 4), (32768, 2, 1, 1), (65536, 1, 1, 1)]  # of 32 heads
     for rows, heads_kv, groups, by_heads in laws:
         q, k = (torch.empty(1, rows, heads, 128, device="meta") for heads in (32, heads_kv))
         assert head_groups("allgather", q, k, context) == groups

@@ -82,6 +82,7 @@ KEEP = jnp.arange(64).reshape(2, 32) % 5 != 2
 SHARES: list[tuple[str, str, int, dict[str, Any], tuple[Any, ...]]] = [
     ("allgather", "contiguous", 8, {"is_causal": True, "local_window_size": (5, 0)}, ()),  # over two neighbours
     ("allgather", "contiguous", 4, {"local_window_size": (6, 2)}, (IDS, KEEP)),
+    ("allgather", "contiguous", 2, {"local_window_size": (4, 2)}, (IDS, KEEP)),
     ("allgather", "zigzag", 4, {"is_causal": True}, (IDS, KEEP)),
     ("ulysses", "zigzag", 4, {"is_causal": True, "score": (Alibi(jnp.array([0.1, 0.2, 0.3, 0.4])),)}, (IDS,)),
     ("ulysses", "striped", 2, {"local_window_size": (6, 2), "softcap": 3.0}, (KEEP,)),
@@ -90,6 +91,8 @@ SHARES: list[tuple[str, str, int, dict[str, Any], tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("method", "layout", "cp", "how", "known"), SHARES)
 def test_methods_layouts_and_masks(method: str, layout: str, cp: int, how: dict[str, Any], known: tuple[Any, ...]) -> None:
+    if (cp, how) == (4, {"local_window_size": (6, 2)}) and there(4) < 4:
+        pytest.skip("of two devices' keys a halo of 8 is not less than half")
     cp = there(cp)
     given, order, how = leaves(), shard_order(32, cp, layout), {**how, "return_residual": True}
     back = jnp.argsort(order)

@@ -11,8 +11,9 @@ import torch
 
 from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
-from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, OfKeys, Returning
+from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, OfKeys, Returning, wider
 from flashtile.torch.context.context import Context, head_groups
+from flashtile.torch.context.lanes import Lanes
 from flashtile.torch.context.layout import Fetched, fetched
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
@@ -91,7 +92,8 @@ def _attend(
     for group, keys in enumerate(coming):
         heads, whole = slice(group * size_q, (group + 1) * size_q), keys.whole
         whole = whole if whole.dtype is q.dtype else torch.empty_like(whole, dtype=q.dtype)  # nobody reads its numbers yet
-        for part in parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2])):
+        parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
+        for part in sorted(parts, key=lambda part: part.keys.start - part.keys.stop):  # the longest first
             given = q[:, part.rows, heads], *_split(whole[:, part.keys], width)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
             if wants:
@@ -110,24 +112,30 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, placed: list[Placed], coming: list[Any], returning: Any, return_lse: bool, q: Any, k: Any, v: Any,
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
-        out, lse = None, None
+        out, lse, lanes = None, None, Lanes(q.device)
+        if len(placed) > 1:
+            out = q.new_empty((*q.shape[:3], v.shape[3]))
+        if len(placed) > 1 and return_lse:
+            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wider(q.dtype))
         wholes: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         ctx.counts = list[int]()
         for p in placed:
             if p.group == len(wholes):
+                lanes.join()
                 wholes.append(coming[p.group].arrived().to(q.dtype))
-            made = p.call.forward((p.of(q), *_split(wholes[-1][:, p.part.keys], k.shape[3])), others[p.others])
-            if len(placed) == 1:
-                out, lse = made[0], made[1].clone() if return_lse else None
-            else:
-                out = made[0].new_empty((*q.shape[:3], v.shape[3])) if out is None else out
-                p.of(out).copy_(made[0])
-            if return_lse and len(placed) > 1:
-                lse = made[1].new_empty((q.shape[0], q.shape[2], q.shape[1])) if lse is None else lse
-                p.of_rows(lse).copy_(made[1])
+                lanes = Lanes(q.device)
+            with lanes.turn():
+                made = p.call.forward((p.of(q), *_split(wholes[-1][:, p.part.keys], k.shape[3])), others[p.others])
+                if out is None:
+                    out, lse = made[0], made[1].clone() if return_lse else None
+                else:
+                    p.of(out).copy_(made[0])
+                    if lse is not None:
+                        p.of_rows(lse).copy_(made[1])
             kept += made[1:]  # of out the whole is kept
             ctx.counts.append(len(made) - 1)
+        lanes.join()
         ctx.placed, ctx.returning, ctx.count, ctx.end = placed, returning, len(wholes), 2 + len(wholes) + len(others)
         ctx.kinds = [(t.shape, t.dtype) for t in (k, v)]
         ctx.save_for_backward(q, out, *wholes, *others, *kept)
@@ -146,18 +154,20 @@ class _Gathered(torch.autograd.Function):
             dq = torch.empty_like(q) if q_wanted else None
             dk, dv = (torch.empty(shape, dtype=dtype, device=q.device) if keys_wanted else None for shape, dtype in ctx.kinds)
             for group in reversed(range(ctx.count)):
-                parts: list[OfKeys] = []
+                parts, lanes = list[OfKeys](), Lanes(q.device)
                 for p, some in zip(ctx.placed, kept, strict=True):
                     if p.group != group:
                         continue
                     there = p.of(q), *_split(wholes[group][:, p.part.keys], width), *others[p.others], p.of(out), *some
                     above = None if dout is None else p.of(dout), None if dlse is None else p.of_rows(dlse)
                     needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
-                    found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
-                    if dq is not None:
-                        p.of(dq).copy_(found)
+                    with lanes.turn():
+                        found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
+                        if dq is not None:
+                            p.of(dq).copy_(found)
                     parts.append((p.part.keys, of_keys[0], of_keys[1]))
                     of_other[p.others] = of_keys[2:]
+                lanes.join()
                 if keys_wanted:
                     returning.begin(group, parts)
             if dk is not None and dv is not None:

@@ -9,6 +9,7 @@ import torch
 
 from flashtile.torch.context.collectives import WHAT, ToHeads, ToTokens
 from flashtile.torch.context.context import Context, head_groups
+from flashtile.torch.context.lanes import Lanes
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import prepared
@@ -49,15 +50,18 @@ class _Heads(torch.autograd.Function):
         ctx: Any, calls: list[Any], coming: list[list[ToHeads]], context: Context, return_lse: bool, q: Any, k: Any, v: Any,
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
+        lanes = Lanes(q.device)
         groups, saved, leaving = len(calls), list[torch.Tensor](), list[list[ToTokens]]()
         ctx.counts = list[int]()
         for group, (call, at) in enumerate(calls):
-            whole = [t for exchange in coming[group] for t in exchange.arrived()]
-            made = call.forward(tuple(whole), others[at])
+            with lanes.turn():
+                whole = [t for exchange in coming[group] for t in exchange.arrived()]
+                made = call.forward(tuple(whole), others[at])
+                results = [made[0], made[1].transpose(1, 2)[..., None]] if return_lse else made[:1]
+                leaving.append([ToTokens([t], context, group, groups) for t in results])
             saved += [*whole, *others[at], *made]
             ctx.counts.append(3 + len(others[at]) + len(made))
-            results = [made[0], made[1].transpose(1, 2)[..., None]] if return_lse else made[:1]
-            leaving.append([ToTokens([t], context, group, groups) for t in results])
+        lanes.join()
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = saved[-1].new_empty((*q.shape[:3], 1), dtype=leaving[0][1].dtype) if return_lse else None
         for of_group in leaving:
@@ -81,13 +85,16 @@ class _Heads(torch.autograd.Function):
                 torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
                 for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
             ]
+            lanes = Lanes(saved[0].device)
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
-                above = [None if t is None else t.arrived()[0] for t in coming[group]]
-                down_lse = above[1][..., 0].transpose(1, 2) if dlse is not None else None
-                found = call.gradients(there, above[0], down_lse, (*wanted, *of_others[at]))
-                leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
+                with lanes.turn():
+                    above = [None if t is None else t.arrived()[0] for t in coming[group]]
+                    down_lse = above[1][..., 0].transpose(1, 2) if dlse is not None else None
+                    found = call.gradients(there, above[0], down_lse, (*wanted, *of_others[at]))
+                    leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
+            lanes.join()
             for of_group in leaving:
                 for exchange, to in zip(of_group, _alike(made), strict=True):
                     exchange.arrived(to)
