@@ -69,9 +69,7 @@ def attend_gathered(
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
         made = [call(q[:, p.rows], keys.part(p.keys), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
-    given = q.float() if widens(q) else q
-    out, lse = _attend(given, k, v, context, want, wanted, parts_of, return_lse)
-    return out.to(q.dtype), lse
+    return _attend(q, k, v, context, want, wanted, parts_of, return_lse)
 
 
 def _attend(
@@ -90,11 +88,10 @@ def _attend(
     others: list[torch.Tensor] = []
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     for group, keys in enumerate(coming):
-        heads, whole = slice(group * size_q, (group + 1) * size_q), keys.whole
-        whole = whole if whole.dtype is q.dtype else torch.empty_like(whole, dtype=q.dtype)  # nobody reads its numbers yet
+        heads = slice(group * size_q, (group + 1) * size_q)
         parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
         for part in sorted(parts, key=lambda part: part.keys.start - part.keys.stop):  # the longest first
-            given = q[:, part.rows, heads], *_split(whole[:, part.keys], width)
+            given = _meant(q[:, part.rows, heads]), *_split(_meant(keys.whole[:, part.keys]), width)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
             if wants:
                 made.require_backward()
@@ -123,12 +120,14 @@ class _Gathered(torch.autograd.Function):
         for p in placed:
             if p.group == len(wholes):
                 lanes.join()
-                wholes.append(coming[p.group].arrived().to(q.dtype))
+                wholes.append(coming[p.group].arrived())
                 lanes = Lanes(q.device)
             with lanes.turn():
-                made = p.call.forward((p.of(q), *_split(wholes[-1][:, p.part.keys], k.shape[3])), others[p.others])
+                keys = _widened(wholes[-1][:, p.part.keys])
+                made = p.call.forward((_widened(p.of(q)), *_split(keys, k.shape[3])), others[p.others])
+                del keys
                 if out is None:
-                    out, lse = made[0], made[1].clone() if return_lse else None
+                    out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
                 else:
                     p.of(out).copy_(made[0])
                     if lse is not None:
@@ -158,8 +157,9 @@ class _Gathered(torch.autograd.Function):
                 for p, some in zip(ctx.placed, kept, strict=True):
                     if p.group != group:
                         continue
-                    there = p.of(q), *_split(wholes[group][:, p.part.keys], width), *others[p.others], p.of(out), *some
-                    above = None if dout is None else p.of(dout), None if dlse is None else p.of_rows(dlse)
+                    keys = _split(_widened(wholes[group][:, p.part.keys]), width)
+                    there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
+                    above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                     needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
                     with lanes.turn():
                         found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
@@ -167,16 +167,34 @@ class _Gathered(torch.autograd.Function):
                             p.of(dq).copy_(found)
                     parts.append((p.part.keys, of_keys[0], of_keys[1]))
                     of_other[p.others] = of_keys[2:]
+                    del keys, there, above, found
                 lanes.join()
-                if keys_wanted:
-                    returning.begin(group, parts)
-            if dk is not None and dv is not None:
-                size = dk.shape[2] // ctx.count
-                for group in range(ctx.count):
-                    heads = slice(group * size, (group + 1) * size)
-                    returning.arrived(group, dk[:, :, heads], dv[:, :, heads])
+                if not keys_wanted:
+                    continue
+                returning.begin(group, parts)
+                del parts, of_keys
+                if group + 1 < ctx.count:  # whose sums have been under way while this group was computed
+                    returning.arrived(group + 1, *(_of_group(t, group + 1, ctx.count) for t in (dk, dv)))
+            if keys_wanted:
+                returning.arrived(0, *(_of_group(t, 0, ctx.count) for t in (dk, dv)))
         made = dq, *(grad if wanted else None for grad, wanted in zip((dk, dv), kv_wanted, strict=True)), *of_other
         return None, None, None, None, *first_derivatives(WHAT, "torch", made, saved, grads)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """As a call takes it (`widens`)."""
+    return tensor.float() if widens(tensor) else tensor
+
+
+def _meant(tensor: torch.Tensor) -> torch.Tensor:
+    """What is laid so, of a tensor whose numbers nobody reads yet."""
+    return torch.empty(tensor.shape, dtype=torch.float32) if widens(tensor) else tensor
+
+
+def _of_group(tensor: Any, group: int, groups: int) -> torch.Tensor:
+    """A group's heads of (batch, seqlen, heads, d)."""
+    size = tensor.shape[2] // groups
+    return tensor[:, :, group * size : (group + 1) * size]
 
 
 def _split(whole: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

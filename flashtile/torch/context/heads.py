@@ -81,10 +81,6 @@ class _Heads(torch.autograd.Function):
         with torch.no_grad():
             given = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
             coming = [[t if t is None else ToHeads([t], context, group, groups) for t in given] for group in range(groups)]
-            made = [
-                torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
-                for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
-            ]
             lanes = Lanes(saved[0].device)
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
@@ -94,7 +90,12 @@ class _Heads(torch.autograd.Function):
                     found = call.gradients(there, above[0], down_lse, (*wanted, *of_others[at]))
                     leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
+                del above, down_lse, found, there
             lanes.join()
+            made = [
+                torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
+                for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
+            ]
             for of_group in leaving:
                 for exchange, to in zip(of_group, _alike(made), strict=True):
                     exchange.arrived(to)
