@@ -167,12 +167,12 @@ class _Gathered(torch.autograd.Function):
                             p.of(dq).copy_(found)
                     parts.append((p.part.keys, of_keys[0], of_keys[1]))
                     of_other[p.others] = of_keys[2:]
-                    del keys, there, above, found
+                    del keys, there, above, found, of_keys
                 lanes.join()
                 if not keys_wanted:
                     continue
                 returning.begin(group, parts)
-                del parts, of_keys
+                del parts
                 if group + 1 < ctx.count:  # whose sums have been under way while this group was computed
                     returning.arrived(group + 1, *(_of_group(t, group + 1, ctx.count) for t in (dk, dv)))
             if keys_wanted:

@@ -63,14 +63,16 @@ class _Heads(torch.autograd.Function):
             ctx.counts.append(3 + len(others[at]) + len(made))
         lanes.join()
         out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = saved[-1].new_empty((*q.shape[:3], 1), dtype=leaving[0][1].dtype) if return_lse else None
+        wholes = [out]
+        if return_lse:
+            wholes.append(out.new_empty((*q.shape[:3], 1), dtype=leaving[0][1].dtype))
         for of_group in leaving:
-            for exchange, to in zip(of_group, (out, lse), strict=False):
+            for exchange, to in zip(of_group, wholes, strict=True):
                 exchange.arrived([to])
         ctx.calls, ctx.context, ctx.shapes = calls, context, [(t.shape, t.dtype) for t in (q, k, v)]
         ctx.save_for_backward(out, *saved)
         ctx.set_materialize_grads(False)
-        return out, None if lse is None else lse[..., 0].transpose(1, 2)
+        return out, wholes[1][..., 0].transpose(1, 2).contiguous() if return_lse else None
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -85,12 +87,12 @@ class _Heads(torch.autograd.Function):
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
                 with lanes.turn():
-                    above = [None if t is None else t.arrived()[0] for t in coming[group]]
-                    down_lse = above[1][..., 0].transpose(1, 2) if dlse is not None else None
-                    found = call.gradients(there, above[0], down_lse, (*wanted, *of_others[at]))
+                    above, *of_lse = [None if t is None else t.arrived()[0] for t in coming[group]]
+                    down_lse = next((t[..., 0].transpose(1, 2) for t in of_lse if t is not None), None)
+                    found = call.gradients(there, above, down_lse, (*wanted, *of_others[at]))
                     leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
-                del above, down_lse, found, there
+                del above, of_lse, down_lse, found, there
             lanes.join()
             made = [
                 torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None

@@ -13,8 +13,8 @@ class Lanes:
     """On a GPU turns alternate between the current stream and another; elsewhere they follow one another.
 
     The other stream waits for what the current one had to do when the lanes were made, and `join` lets the current one wait for
-    the other. What is made in a turn may be used, and let go of, after that: the other stream's next lanes wait for it. What was
-    made before may not be let go of before `join`, unless the allocator knows of its use (`record_stream`).
+    the other. What is made in a turn may be used, and let go of, after that: the other stream's next lanes wait for it. What
+    was made before may not be let go of before `join`, unless the allocator knows of its use (`record_stream`).
     """
 
     def __init__(self, device: torch.device):
