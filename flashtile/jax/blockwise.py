@@ -15,7 +15,7 @@ from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
 from flashtile.jax.symbolic import symbols
 from flashtile.kernels.device.score import sums_per_head, uneven_refusals
-from flashtile.plan.buffers import place_of
+from flashtile.plan.buffers import keys_dtype, place_of
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.score import Position, Score, ScoreSpec
@@ -41,10 +41,10 @@ def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     return _computed(lambda given, dtype: _forward(p, given, dtype), arrays, _few_keys(p))
 
 
-def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
+def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], wide_keys: bool = False) -> Arrays:
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...). wide_keys: dk and dv are not rounded to 16 bits."""
     wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
-    return _computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
+    return _computed(lambda given, dtype: _backward(p, given, outputs, dtype, wide_keys), arrays, wide)
 
 
 def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays:
@@ -139,7 +139,7 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
     return {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse.astype(jnp.float32)}
 
 
-def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
+def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any, wide_keys: bool = False) -> Arrays:
     scene = _Scene(p, arrays, dtype)
     lse = arrays["lse"].astype(dtype)
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
@@ -209,7 +209,8 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     (dq, sums), (dk, dv, cuts) = lax.scan(step, (dq, sums), scene.blocks)
     made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value}
     made["dk"], made["dv"] = scene.joined(dk) * p.scale_value, scene.joined(dv)
-    made = {name: grad.astype(JAX_DTYPES[p.dtype.value]) for name, grad in made.items()}
+    dtypes = {"dq": p.dtype.value, **dict.fromkeys(("dk", "dv"), keys_dtype(p, wide_keys))}
+    made = {name: grad.astype(JAX_DTYPES[dtypes[name]]) for name, grad in made.items()}
     for i, j in wanted:
         name = _name(i, j)
         made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)
