@@ -19,7 +19,7 @@ from flashtile.kernels.portable.statistics import (
     attention_mass,
     attention_statistics,
 )
-from flashtile.kernels.portable.tangent import attention_tangent
+from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
@@ -140,7 +140,7 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
-    buffers.append(Buffer("rows", (p.slabs, p.heads_q, 5, p.span_q), sum_dtype, "scratch"))
+    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
     sunk = p.sink is not None and p.sink.grad
     if sunk:
         tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)
