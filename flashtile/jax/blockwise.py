@@ -75,6 +75,17 @@ def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: S
     return _computed(along, arrays, _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
 
 
+def statistics(p: AttentionProblem, arrays: Arrays, names: Sequence[str], last: int) -> Arrays:
+    """Those of "peak", "entropy" and "mass" that are named, of inputs and lse; last: of how many queries mass is, 0 for all."""
+    return _computed(lambda given, dtype: _statistics(p, given, names, last, dtype), arrays, _few_keys(p))
+
+
+def entropy(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
+    """The gradients of `outputs` that "dentropy" makes, of inputs, lse and the entropy."""
+    wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
+    return _computed(lambda given, dtype: _entropy(p, given, outputs, dtype), arrays, wide)
+
+
 def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
     """(what the function makes of the named arrays, how that changes as those move that have a tangent)."""
     moved = [n for n in names if f"t{n}" in arrays]
@@ -145,7 +156,6 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
     alive = (lse != -jnp.inf if p.sink is None else scene.seeing())[..., None]
     dout, out = (jnp.where(alive, jnp.swapaxes(arrays[name], 1, 2).astype(dtype), 0.0) for name in ("dout", "out"))
-    q = jnp.where(alive, scene.q, 0.0)
     scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
     sink = None  # its probabilities, before `divisor`
     if p.sink is not None:
@@ -184,7 +194,29 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     if scene.counts_q is not None:
         dlse = jnp.where(scene.counts_q[..., 0], dlse, 0.0)
     dlse = jnp.broadcast_to(dlse, scene.rows)
-    wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if f"dscore.{i}.{j}" in outputs]
+
+    def derivatives(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any]:
+        weight, kept, dweight = weights(score, seen, at, block)
+        dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
+        return dscore, scene.over_rows(kept, dout)
+
+    made, dv = _through_scores(scene, outputs, alive, derivatives)
+    made["dv"] = scene.joined(dv).astype(JAX_DTYPES[p.dtype.value])
+    if sink is not None and "dsink" in outputs:
+        made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
+    return {name: made[name] for name in outputs}
+
+
+def _through_scores(
+    scene: _Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]]
+) -> tuple[Arrays, Any]:
+    """(dq, dk and the gradients of modifiers' tensors, what else `derivatives` makes of each block of keys).
+
+    derivatives: from modified scores, which of them are seen, where they lie and the block, their gradients and that. alive: of
+    which rows there are any.
+    """
+    p, arrays, dtype, q = scene.p, scene.arrays, scene.dtype, jnp.where(alive, scene.q, 0.0)
+    wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if _name(i, j) in outputs]
     across = [w for w in wanted if not scene.cut(*w)]
 
     def step(state: tuple[Any, Arrays], block: _Block) -> tuple[Any, Any]:
@@ -194,29 +226,76 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         block = scene.shown(block, seen)
         raw, tensors = scene.products(block), scene.modifiers(block)
         score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at, seen), raw, tensors)
-        weight, kept, dweight = weights(score, seen, at, block)
-        dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
-        dv = scene.over_rows(kept, dout)
+        dscore, more = derivatives(score, seen, at, block)
         draw, dtensors = pull(dscore)
         dk = scene.over_rows(draw, q)
         sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [place_of(key)]}
         cuts = {_name(i, j): dtensors[i][j] for i, j in wanted if (i, j) not in across}
-        return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
+        return (dq + scene.over_keys(draw, block.k), sums), (dk, cuts, more)
 
     start = [scene.zeros(p.head_dim), *(jnp.zeros(arrays[f"score.{i}.{j}"].shape, dtype) for i, j in across)]
     dq, *totals = varying_like(start, tuple(arrays.values()))
     sums = dict(zip((_name(i, j) for i, j in across), totals, strict=True))
-    (dq, sums), (dk, dv, cuts) = lax.scan(step, (dq, sums), scene.blocks)
-    made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value}
-    made["dk"], made["dv"] = scene.joined(dk) * p.scale_value, scene.joined(dv)
+    (dq, sums), (dk, cuts, more) = lax.scan(step, (dq, sums), scene.blocks)
+    made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value, "dk": scene.joined(dk) * p.scale_value}
     made = {name: grad.astype(JAX_DTYPES[p.dtype.value]) for name, grad in made.items()}
     for i, j in wanted:
         name = _name(i, j)
         made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)
         broadcast = p.score[i].kind.captured[j].broadcast
         made[name] = made[name].astype(arrays[f"score.{i}.{j}"].dtype if broadcast else jnp.float32)
-    if sink is not None and "dsink" in outputs:
-        made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
+    return made, more
+
+
+def _statistics(p: AttentionProblem, arrays: Arrays, names: Sequence[str], last: int, dtype: Any) -> Arrays:
+    scene = _Scene(p, arrays, dtype)
+    lse = arrays["lse"].astype(dtype)
+    pivot = jnp.where(lse == -jnp.inf, 0.0, lse)
+    counted: Any = scene.row >= scene.length_q - last if last else True
+
+    def step(state: tuple[Any, Any], block: _Block) -> tuple[Any, Any]:
+        peak, depth = state
+        at = scene.position(block)
+        seen = scene.visible(at, block)
+        block = scene.shown(block, seen)
+        score = jnp.where(seen, scene.modified(scene.products(block), scene.modifiers(block), at, seen), -jnp.inf)
+        weight = jnp.exp(score - pivot[..., None])
+        below = jnp.where(weight > 0.0, weight * (pivot[..., None] - score), 0.0)
+        received = jnp.where(counted, weight, 0.0).sum(-2)
+        return (jnp.maximum(peak, score.max(-1)), depth + below.sum(-1)), received
+
+    start = varying_like([jnp.full(scene.rows, -jnp.inf, dtype), scene.zeros()], tuple(arrays.values()))
+    (peak, depth), mass = lax.scan(step, tuple(start), scene.blocks)
+    if p.sink is not None:
+        sink = arrays["sink"].astype(dtype)[:, None]
+        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink - pivot))
+        depth = depth + jnp.where(weight > 0.0, weight * (pivot - sink), 0.0)
+    mass = jnp.moveaxis(mass, 0, 2).reshape(p.slabs, p.heads_q, -1)[..., : p.span_k]
+    if scene.counts_q is not None:
+        depth = jnp.where(scene.counts_q[..., 0], depth, 0.0)
+    made = {"peak": peak, "entropy": depth, "mass": mass}
+    return {name: made[name].astype(jnp.float32) for name in names}
+
+
+def _entropy(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
+    """The derivative by a score y is -p (y - lse + H)."""
+    scene = _Scene(p, arrays, dtype)
+    lse, entropy, arriving = (arrays[name].astype(dtype) for name in ("lse", "entropy", "dentropy"))
+    alive, pivot = lse != -jnp.inf, jnp.where(lse == -jnp.inf, 0.0, lse)
+    arriving = jnp.where(alive, arriving, 0.0)
+    if scene.counts_q is not None:
+        arriving = jnp.where(scene.counts_q[..., 0], arriving, 0.0)
+
+    def derivatives(score: Any, seen: Any, *_: Any) -> tuple[Any, Any]:
+        """Those of scores, or of sinks."""
+        weight = jnp.where(seen, jnp.exp(score - pivot[..., None]), 0.0)
+        bend = -weight * (score - pivot[..., None] + entropy[..., None]) * arriving[..., None]
+        return jnp.where(weight > 0.0, bend, 0.0), ()
+
+    made, _ = _through_scores(scene, outputs, alive[..., None], derivatives)
+    if p.sink is not None and "dsink" in outputs:
+        by_rows, _ = derivatives(arrays["sink"].astype(dtype)[:, None, None], alive[..., None])
+        made["dsink"] = by_rows.sum((0, 2, 3)).astype(jnp.float32)
     return {name: made[name] for name in outputs}
 
 
@@ -267,6 +346,7 @@ class _Scene:
             else:
                 counts_k = self.key < length_k[:, None]
         self.counts_k = jnp.broadcast_to(counts_k, (p.slabs, p.span_k))
+        self.length_q = _take(length_q, self.batch)  # of each row's item
         self.q = self.counted_rows(jnp.swapaxes(arrays["q"], 1, 2).astype(dtype))
         self.blocks = self.cut_keys()
 
