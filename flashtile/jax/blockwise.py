@@ -38,13 +38,13 @@ def unsupported(p: AttentionProblem) -> list[str]:
 
 def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     """out and lse."""
-    return _computed(lambda given, dtype: _forward(p, given, dtype), arrays, _few_keys(p))
+    return computed(lambda given, dtype: _forward(p, given, dtype), arrays, few_keys(p))
 
 
 def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
     """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
-    wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
-    return _computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
+    wide = few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
+    return computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
 
 
 def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays:
@@ -54,7 +54,7 @@ def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays
         made, tangents = _along(lambda x: _forward(p, x, dtype), given, names)
         return {**made, **{f"t{n}": t for n, t in tangents.items()}}
 
-    return _computed(along, arrays, _few_keys(p))
+    return computed(along, arrays, few_keys(p))
 
 
 def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: Sequence[str]) -> Arrays:
@@ -72,18 +72,7 @@ def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: S
         _, tangents = _along(gradients, given, names)
         return {**{n: tangents[n] for n in outputs}, "tout": tangents["out"], "tlse": tangents["lse"]}
 
-    return _computed(along, arrays, _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
-
-
-def statistics(p: AttentionProblem, arrays: Arrays, names: Sequence[str], last: int) -> Arrays:
-    """Those of "peak", "entropy" and "mass" that are named, of inputs and lse; last: of how many queries mass is, 0 for all."""
-    return _computed(lambda given, dtype: _statistics(p, given, names, last, dtype), arrays, _few_keys(p))
-
-
-def entropy(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` that "dentropy" makes, of inputs, lse and the entropy."""
-    wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
-    return _computed(lambda given, dtype: _entropy(p, given, outputs, dtype), arrays, wide)
+    return computed(along, arrays, few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
 
 
 def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
@@ -95,7 +84,7 @@ def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence
     return jax.jvp(lambda *x: function({**rest, **dict(zip(moved, x, strict=True))}), given, tangents)
 
 
-def _few_keys(p: AttentionProblem) -> bool:
+def few_keys(p: AttentionProblem) -> bool:
     """Whether errors are those of few roundings, of which the largest decides: 1.5 times plain JAX's is then a matter of luck.
 
     The CPU's PyTorch code draws the same line (`kernels/cpu/products.py`). Sums per head are few numbers at any size.
@@ -103,7 +92,7 @@ def _few_keys(p: AttentionProblem) -> bool:
     return p.dtype is DType.FP32 and not symbols((p.span_k,)) and p.span_k <= BLOCK_K
 
 
-def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
+def computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
     """What the function makes, in float32 inside; `wide`: in float64 where that runs on the CPU. Others may not have it."""
     if not wide:
         return function(arrays, jnp.float32)
@@ -116,9 +105,9 @@ def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: b
 
 
 def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
-    scene = _Scene(p, arrays, dtype)
+    scene = Scene(p, arrays, dtype)
 
-    def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
+    def step(state: tuple[Any, Any, Any], block: Block) -> tuple[Any, None]:
         top, total, out = state
         at = scene.position(block)
         seen = scene.visible(at, block)
@@ -151,7 +140,7 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
 
 
 def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
-    scene = _Scene(p, arrays, dtype)
+    scene = Scene(p, arrays, dtype)
     lse = arrays["lse"].astype(dtype)
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
     alive = (lse != -jnp.inf if p.sink is None else scene.seeing())[..., None]
@@ -161,7 +150,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     if p.sink is not None:
         sink = jnp.where(lse != -jnp.inf, jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
 
-    def weights(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any, Any]:
+    def weights(score: Any, seen: Any, at: Position, block: Block) -> tuple[Any, Any, Any]:
         """(probabilities, what is kept of them, their gradients)."""
         weight = jnp.where(seen, jnp.exp(score - pivot[..., None]) / divisor[..., None], 0.0)
         dweight = scene.over_columns(dout, block.v)
@@ -174,7 +163,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, of large
         # scores by more than log(sum), other programs add in other orders, and where one key has all the gradient is to be 0.
 
-        def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
+        def add(sums: tuple[Any, Any], block: Block) -> tuple[Any, None]:
             at = scene.position(block)
             seen = scene.visible(at, block) & alive
             block = scene.shown(block, seen)
@@ -195,20 +184,20 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         dlse = jnp.where(scene.counts_q[..., 0], dlse, 0.0)
     dlse = jnp.broadcast_to(dlse, scene.rows)
 
-    def derivatives(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any]:
+    def derivatives(score: Any, seen: Any, at: Position, block: Block) -> tuple[Any, Any]:
         weight, kept, dweight = weights(score, seen, at, block)
         dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
         return dscore, scene.over_rows(kept, dout)
 
-    made, dv = _through_scores(scene, outputs, alive, derivatives)
+    made, dv = through_scores(scene, outputs, alive, derivatives)
     made["dv"] = scene.joined(dv).astype(JAX_DTYPES[p.dtype.value])
     if sink is not None and "dsink" in outputs:
         made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
     return {name: made[name] for name in outputs}
 
 
-def _through_scores(
-    scene: _Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]]
+def through_scores(
+    scene: Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]]
 ) -> tuple[Arrays, Any]:
     """(dq, dk and the gradients of modifiers' tensors, what else `derivatives` makes of each block of keys).
 
@@ -219,7 +208,7 @@ def _through_scores(
     wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if _name(i, j) in outputs]
     across = [w for w in wanted if not scene.cut(*w)]
 
-    def step(state: tuple[Any, Arrays], block: _Block) -> tuple[Any, Any]:
+    def step(state: tuple[Any, Arrays], block: Block) -> tuple[Any, Any]:
         dq, sums = state
         at = scene.position(block)
         seen = scene.visible(at, block) & alive
@@ -247,59 +236,7 @@ def _through_scores(
     return made, more
 
 
-def _statistics(p: AttentionProblem, arrays: Arrays, names: Sequence[str], last: int, dtype: Any) -> Arrays:
-    scene = _Scene(p, arrays, dtype)
-    lse = arrays["lse"].astype(dtype)
-    pivot = jnp.where(lse == -jnp.inf, 0.0, lse)
-    counted: Any = scene.row >= scene.length_q - last if last else True
-
-    def step(state: tuple[Any, Any], block: _Block) -> tuple[Any, Any]:
-        peak, depth = state
-        at = scene.position(block)
-        seen = scene.visible(at, block)
-        block = scene.shown(block, seen)
-        score = jnp.where(seen, scene.modified(scene.products(block), scene.modifiers(block), at, seen), -jnp.inf)
-        weight = jnp.exp(score - pivot[..., None])
-        below = jnp.where(weight > 0.0, weight * (pivot[..., None] - score), 0.0)
-        received = jnp.where(counted, weight, 0.0).sum(-2)
-        return (jnp.maximum(peak, score.max(-1)), depth + below.sum(-1)), received
-
-    start = varying_like([jnp.full(scene.rows, -jnp.inf, dtype), scene.zeros()], tuple(arrays.values()))
-    (peak, depth), mass = lax.scan(step, tuple(start), scene.blocks)
-    if p.sink is not None:
-        sink = arrays["sink"].astype(dtype)[:, None]
-        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink - pivot))
-        depth = depth + jnp.where(weight > 0.0, weight * (pivot - sink), 0.0)
-    mass = jnp.moveaxis(mass, 0, 2).reshape(p.slabs, p.heads_q, -1)[..., : p.span_k]
-    if scene.counts_q is not None:
-        depth = jnp.where(scene.counts_q[..., 0], depth, 0.0)
-    made = {"peak": peak, "entropy": depth, "mass": mass}
-    return {name: made[name].astype(jnp.float32) for name in names}
-
-
-def _entropy(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
-    """The derivative by a score y is -p (y - lse + H)."""
-    scene = _Scene(p, arrays, dtype)
-    lse, entropy, arriving = (arrays[name].astype(dtype) for name in ("lse", "entropy", "dentropy"))
-    alive, pivot = lse != -jnp.inf, jnp.where(lse == -jnp.inf, 0.0, lse)
-    arriving = jnp.where(alive, arriving, 0.0)
-    if scene.counts_q is not None:
-        arriving = jnp.where(scene.counts_q[..., 0], arriving, 0.0)
-
-    def derivatives(score: Any, seen: Any, *_: Any) -> tuple[Any, Any]:
-        """Those of scores, or of sinks."""
-        weight = jnp.where(seen, jnp.exp(score - pivot[..., None]), 0.0)
-        bend = -weight * (score - pivot[..., None] + entropy[..., None]) * arriving[..., None]
-        return jnp.where(weight > 0.0, bend, 0.0), ()
-
-    made, _ = _through_scores(scene, outputs, alive[..., None], derivatives)
-    if p.sink is not None and "dsink" in outputs:
-        by_rows, _ = derivatives(arrays["sink"].astype(dtype)[:, None, None], alive[..., None])
-        made["dsink"] = by_rows.sum((0, 2, 3)).astype(jnp.float32)
-    return {name: made[name] for name in outputs}
-
-
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block of keys, as a scan hands it out."""
 
     start: Any
@@ -308,7 +245,7 @@ class _Block(NamedTuple):
     cut: dict[str, Any]  # what tensors with an element for every key have here
 
 
-class _Scene:
+class Scene:
     """The arrays of a problem as blocks, and where they lie; dtype: that of all arithmetic."""
 
     def __init__(self, p: AttentionProblem, arrays: Arrays, dtype: Any):
@@ -363,7 +300,7 @@ class _Scene:
         tensor = self.p.score[i].tensors[j]
         return self.p.score[i].kind.captured[j].broadcast and tensor.shape[3] != 1
 
-    def cut_keys(self) -> _Block:
+    def cut_keys(self) -> Block:
         def blocks(x: Any, axis: int) -> Any:
             count = (x.shape[axis] + BLOCK_K - 1) // BLOCK_K
             x = jnp.pad(x, [(0, count * BLOCK_K - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
@@ -378,14 +315,14 @@ class _Scene:
         if self.item_k is not None:
             cut["item"] = blocks(self.item_k, 0)
         k, v = blocks(k, 2), blocks(v, 2)
-        return _Block(jnp.arange(k.shape[0], dtype=jnp.int32) * BLOCK_K, k, v, cut)
+        return Block(jnp.arange(k.shape[0], dtype=jnp.int32) * BLOCK_K, k, v, cut)
 
-    def position(self, block: _Block) -> Position:
+    def position(self, block: Block) -> Position:
         head = jnp.arange(self.p.heads_q, dtype=jnp.int32)[:, None, None]
         batch, row = (x if x.ndim == 4 else x.reshape(1, 1, *x.shape) for x in (self.batch, self.row))
         return Position(batch, head[None], row, row + self.shift, block.cut["key"][None, None, None, :])
 
-    def visible(self, at: Position, block: _Block) -> Any:
+    def visible(self, at: Position, block: Block) -> Any:
         """Broadcasts against (slabs, heads_q, span_q, BLOCK_K)."""
         p = self.p
         inside = block.start + jnp.arange(BLOCK_K, dtype=jnp.int32) < p.span_k
@@ -412,7 +349,7 @@ class _Scene:
             terms.append(holds)
         return seen & _any_of(terms)
 
-    def shown(self, block: _Block, seen: Any) -> _Block:
+    def shown(self, block: Block, seen: Any) -> Block:
         """The block, keys that no query sees as zeros, whatever lies there: a product of 0 and NaN is NaN."""
         p = self.p
         if seen.shape[1] == 1:
@@ -425,7 +362,7 @@ class _Scene:
     def seeing(self) -> Any:
         """Which rows see a key, (slabs, heads_q, span_q)."""
 
-        def step(found: Any, block: _Block) -> tuple[Any, None]:
+        def step(found: Any, block: Block) -> tuple[Any, None]:
             return found | self.visible(self.position(block), block).any(-1), None
 
         start = varying_like([jnp.zeros(self.rows, bool)], tuple(self.arrays.values()))[0]
@@ -435,7 +372,7 @@ class _Scene:
         assert self.p.dropout is not None
         return keep(self.p.dropout, at.batch, at.head, at.row, at.k, self.p.heads_q, self.arrays["seed"])
 
-    def modifiers(self, block: _Block) -> tuple[tuple[Any, ...], ...]:
+    def modifiers(self, block: Block) -> tuple[tuple[Any, ...], ...]:
         """The modifiers' tensors; of those with an element for every key what this block has of it."""
         return tuple(
             tuple(
@@ -457,7 +394,7 @@ class _Scene:
             return jnp.swapaxes(tensor[self.batch[:, 0], :, 0, 0], 0, 1)[None, :, :, None]
         return tensor
 
-    def products(self, block: _Block) -> Any:
+    def products(self, block: Block) -> Any:
         q = self.q.reshape(self.p.slabs, self.p.heads_kv, self.p.group, self.p.span_q, self.p.head_dim)
         score = jnp.einsum("bkgtd,bksd->bkgts", q, block.k, precision=self.precision)
         return score.reshape(*self.rows, BLOCK_K) * self.p.scale_value

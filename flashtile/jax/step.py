@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from flashtile import dispatch
 from flashtile.errors import NotSupported
-from flashtile.jax import blockwise
+from flashtile.jax import blockwise, blockwise_statistics
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.symbolic import predicate_of, resized
 from flashtile.plan.backend import Direction, Gradients
@@ -142,9 +142,9 @@ class Along:
         """Derivatives by forward mode through the plain passes, block by block as these are."""
         made = [b.name for b in self.outputs()]
         if self.name == "statistics":
-            return blockwise.statistics(self.problem, arrays, made, self.direction.last)
+            return blockwise_statistics.statistics(self.problem, arrays, made, self.direction.last)
         if self.name == "entropy":
-            return blockwise.entropy(self.problem, arrays, made)
+            return blockwise_statistics.entropy(self.problem, arrays, made)
         given = [b.name for b in input_buffers(self.problem)]
         if self.name == "tangent":
             return blockwise.tangent(self.problem, arrays, given)

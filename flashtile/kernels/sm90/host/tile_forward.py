@@ -327,8 +327,8 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 
 def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
-    """That of a forward that keeps statistics of rows. out and lse are the plain forward's, but entropies behind a curve are made
-    of exact exponentials.
+    """That of a forward that keeps statistics of rows. out and lse are the plain forward's, but beside entropies behind a curve
+    exponentials are exact.
     """
     made = make_forward_tile(problem, launch, form)
     mixes = 0 if "entropy" in statistics else made.softmax.mixes
