@@ -38,7 +38,8 @@ INTERPRETED: dict[Pass, Launch] = {
 }  # fmt: skip
 # Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. Of
 # 64 columns the fastest of five (an H200, 2026-11-29: 1 x 8192, 32 heads, full, ms: tangent 2.888, 3.159 with 128 x 64; queries
-# 2.998; keys 6.477, 7.698 with 32 x 128); the others by spills (sm80 and sm90, Triton 3.6.0), not timed yet.
+# 2.998; keys 6.477, 7.698 with 32 x 128, before rows were loaded at once); the others by spills (sm80, sm90, Triton 3.6.0), not
+# timed yet.
 SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
         64: (Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),

@@ -206,14 +206,6 @@ def lane_sums(p, T: gl.constexpr):
 
 
 @gluon.jit
-def lane_largest(score, T: gl.constexpr):
-    """The largest within each thread, as `lane_sums`."""
-    ROWS: gl.constexpr = T.rows
-    KEYS: gl.constexpr = score.shape[1]
-    return as_lanes(gl.max(gl.max(score.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1), T)
-
-
-@gluon.jit
 def as_lanes(x, T: gl.constexpr):
     """[64, 4], a number of each lane, in the layout that it has of a whole tile."""
     ROWS: gl.constexpr = T.rows

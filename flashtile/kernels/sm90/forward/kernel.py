@@ -32,7 +32,6 @@ from flashtile.kernels.sm90.device.scores import (
     across,
     exponentials,
     fetch,
-    lane_largest,
     lane_sums,
     lanes_of,
     level,
@@ -126,8 +125,7 @@ class Rows(NamedTuple):
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
     decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
-    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent
-    highest: gl.tensor  # where T.seeks_peak: as `total`, the largest score, which `top` is not
+    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent, which is 0 at the maximum
 
 
 @gluon.jit
@@ -265,7 +263,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         mem.values.wait(use)
     if not T.stored.fp8:
         acc = settle(acc, mem.values, use, T.pieces)
-    return Rows(acc, (), rows.top, rows.total, (), (), (), rows.depth, rows.highest), job
+    return Rows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
 
 
 @gluon.jit
@@ -341,7 +339,6 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
             top = bent(top, scale, score_args, T, SCORE)
             score = bent(score, scale, score_args, T, SCORE)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    highest = lanes_of(gl.convert_layout(top, row_layout(T.block_k)), T) if T.seeks_peak else ()
     if T.softmax.bounded:
         top = gl.maximum(top, lowest(factor))
     shift = level(top * factor, T.mask.masked, T)
@@ -371,7 +368,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = lanes_of(top * factor, T)
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth, highest)
+    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
 
 
 @gluon.jit
@@ -415,38 +412,25 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     decay = ()
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    depth, highest = (), ()
+    depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
             score = bent(score, scale, score_args, T, SCORE)
-        below = score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None]
-        p = exponentials(below, MASKED, T)
+        p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total + lane_sums(p, T)
-        if T.seeks_peak:
-            highest = gl.maximum(rows.highest, lane_largest(score, T))
-        if T.finds_entropy:
-            depth = rows.depth + lane_sums(weighed(p, below, MASKED, T), T)
         weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
         if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.softmax.watches:
-        if T.seeks_peak:  # nobody waits for it
-            highest = gl.maximum(rows.highest, lane_largest(score, T))
         base = lifted(score, rows.top, factor, wild, MASKED, T)
         if T.softmax.draws_ahead:
             drawn = spread_words(rows.ahead, T.block_k, False)
             ahead = words_of(uniform(following), at, size, given[0], T)
-        below = score * factor - across(level(base, MASKED, T), KEYS)
-        p = exponentials(below, MASKED, T)
-        if T.finds_entropy:
-            deep = lane_sums(weighed(p, below, MASKED, T), T)
+        p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-        if T.finds_entropy:
-            rise, jump = level(rows.top, MASKED, T) - level(top, MASKED, T), level(base, MASKED, T) - level(top, MASKED, T)
-            depth = (rows.depth + rows.total * rise) * decay + (deep * gl.exp2(jump) + sums * jump)
         if (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
@@ -487,7 +471,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth, highest)
+    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 
 @gluon.jit

@@ -203,11 +203,6 @@ class ForwardTile(Narrow):
         return "entropy" in self.statistics
 
     @property
-    def seeks_peak(self) -> bool:
-        """The largest score is kept beside what exponents are measured from, where that is another one."""
-        return "peak" in self.statistics and (self.softmax.bounded or self.softmax.watches)
-
-    @property
     def block_q(self) -> int:
         return self.groups * GROUP_ROWS
 
@@ -327,12 +322,11 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 
 def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
-    """That of a forward that keeps statistics of rows. out and lse are the plain forward's, but beside entropies behind a curve
-    exponentials are exact.
-    """
+    """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without."""
     made = make_forward_tile(problem, launch, form)
-    mixes = 0 if "entropy" in statistics else made.softmax.mixes
-    return replace(made, statistics=statistics, softmax=replace(made.softmax, mixes=mixes))
+    softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
+    pipeline = replace(made.pipeline, singly=made.columns == 32)
+    return replace(made, statistics=statistics, softmax=softmax, pipeline=pipeline)
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
