@@ -320,7 +320,8 @@ def _pass_lines(plan: Plan, problem: AttentionProblem, device: Device, direction
 
 def _call_line(call: KernelCall | HostCall) -> str:
     if isinstance(call, HostCall):
-        return f"PyTorch: {call.function.__module__.rpartition('.')[2]}.{call.function.__name__}"
+        function: Any = getattr(call.function, "func", call.function)  # of a partial
+        return f"PyTorch: {function.__module__.rpartition('.')[2]}.{function.__name__}"
     name = getattr(call.kernel, "fn", call.kernel).__name__
     return f"{name}: grid {'x'.join(map(str, call.grid))}, warps {call.num_warps}, stages {call.num_stages}"
 
