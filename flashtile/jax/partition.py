@@ -32,6 +32,7 @@ Step = Forward | Backward | Along
 ROLES: dict[str, Roles] = {
     "q": ("batch", "t", HEADS, "d"), "k": ("batch", "s", "kv", "d"), "v": ("batch", "s", "kv", "w"),
     "out": ("batch", "t", HEADS, "w"), "lse": ("batch", HEADS, "t"), "stats": ("batch", HEADS, "c", "t"),
+    "peak": ("batch", HEADS, "t"), "entropy": ("batch", HEADS, "t"), "mass": ("batch", HEADS, "s"),
     "sink": (HEADS,), "seqused_q": ("batch",), "seqused_k": ("batch",),
 }  # fmt: skip
 # Axes of predicates' tensors, by the predicate's name; of others nothing is known, and they are never cut.
