@@ -258,28 +258,43 @@ class BackwardTile(Narrow):
         return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
+    def columns_added(self) -> int:
+        """Columns of dq that are added to the sum at a time, and read of it."""
+        return self.columns_dq // 2 if self.cut and self.outputs.copies_dq else self.columns_dq
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether products may leave columns out: of 64 columns, or of pieces that helpers give, none is measured."""
+        return self.outputs.parted or (self.columns == self.columns_v == 128 and self.schedule.pieces == 1)
+
+    @property
     def cut(self) -> bool:
         """Whether a quarter of the columns of queries and keys is padding, which products leave out."""
-        return self.outputs.parted and 4 * self.head_dim <= 3 * self.columns
+        return self.may_cut and 4 * self.head_dim <= 3 * self.columns
 
     @property
     def cut_v(self) -> bool:
-        """The same of values, for products of their rows."""
-        return self.outputs.parted and 4 * self.head_dim_v <= 3 * self.columns_v
+        """The same of values; where T.outputs.parted for products of their rows alone."""
+        return self.may_cut and 4 * self.head_dim_v <= 3 * self.columns_v
+
+    @property
+    def pieces_v(self) -> bool:
+        """Whether dv, too, is in two pieces."""
+        return self.cut_v and not self.outputs.parted
 
     @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
         if self.outputs.wide_keys:
             return 32  # the copy engine's row of float32; it stores none
-        return self.columns // (4 if self.cut else 2) if self.outputs.parted else self.columns
+        return self.columns // (4 if self.cut else 2 if self.outputs.parted else 1)
 
     @property
     def columns_v_stored(self) -> int:
         """Columns of dv that are stored at a time."""
         if self.outputs.wide_keys:
             return 32
-        return self.columns_v // 2 if self.outputs.parted else self.columns_v
+        return self.columns_v // (4 if self.pieces_v else 2 if self.outputs.parted else 1)
 
     @property
     def counts(self) -> int:
