@@ -103,7 +103,7 @@ def over(x, scale, T: tl.constexpr):
 
 
 @jit
-def store_tile(x, item, row, slab, head, top_ptr, out_ptrs, strides, span, heads, T: tl.constexpr):
+def store_tile(x, item, row, slab, head, top_ptr, out_ptr, strides, span, heads, T: tl.constexpr):
     """e4m3 of x over its scale. Rows that do not count are over 1, and hold whatever they come to."""
     ROWS: tl.constexpr = T.rows
     COLUMNS: tl.constexpr = T.columns
@@ -113,8 +113,8 @@ def store_tile(x, item, row, slab, head, top_ptr, out_ptrs, strides, span, heads
     scale = scale_of_top(tl.load(top_ptr + at, mask=item >= 0, other=0, cache_modifier=".cg"))
     x = tl.where(tl.abs(x) < float("inf"), over(x, scale, T), float("nan"))  # e4m3 has no infinity
     inside = (row < span)[:, None] & (tl.arange(0, COLUMNS) < T.head_dim)[None, :]
-    line = out_ptrs[0] + head_offset(slab, head, strides[2]) + (row - tl.arange(0, ROWS)).to(tl.int64)[:, None] * strides[2][1]
-    tl.store(line + tile_offsets(strides[2], ROWS, COLUMNS), as_bytes(x, NATIVE), mask=inside)
+    line = out_ptr + head_offset(slab, head, strides) + (row - tl.arange(0, ROWS)).to(tl.int64)[:, None] * strides[1]
+    tl.store(line + tile_offsets(strides, ROWS, COLUMNS), as_bytes(x, NATIVE), mask=inside)
 
 
 @jit
@@ -128,15 +128,15 @@ def store_scales(slab, head, top_ptr, scale_ptr, items, heads):
 
 
 @jit(do_not_specialize=["span", "items"])
-def quantize_heads(in_ptrs, count_ptrs, out_ptrs, strides, span, heads, slabs, items, together, T: tl.constexpr):
+def quantize_heads(in_ptrs, count_ptrs, out_ptrs, strides, out_strides, span, heads, slabs, items, together, T: tl.constexpr):
     """y: e4m3 of x over its scale, and the scales; each head of a slab has `items` items.
 
     Heads go `together`, so many that the cache still holds them when all of their largest numbers are known: those of the
     next ones are sought in between. A program takes tile after tile, by tickets in this order, so that whoever waits for a
     tile waits for one that somebody works at.
     in_ptrs = (x, which item a row is of or None, mean or None); count_ptrs = (largest magnitudes, as bits, of items and heads;
-    tickets, and how many tiles of each group of heads are done), all 0 before; out_ptrs = (y, scale); strides of x, of the
-    rows' items or None, of y.
+    tickets, and how many tiles of each group of heads are done), all 0 before; out_ptrs = (y, scale); strides of x and of the
+    rows' items, or None; out_strides of y.
     """
     tiles, groups = tl.cdiv(span, T.rows), heads // together
     each, last = tiles * together, 2 * slabs * groups - 1
@@ -153,7 +153,7 @@ def quantize_heads(in_ptrs, count_ptrs, out_ptrs, strides, span, heads, slabs, i
             done = tl.atomic_add(done_ptr, 0, sem="acquire")
             while done < each:
                 done = tl.atomic_add(done_ptr, 0, sem="acquire")
-            store_tile(x, item, row, slab, head, count_ptrs[0], out_ptrs, strides, span, heads, T)
+            store_tile(x, item, row, slab, head, count_ptrs[0], out_ptrs[0], out_strides, span, heads, T)
             if tile == 0:
                 store_scales(slab, head, count_ptrs[0], out_ptrs[1], items, heads)
         else:
@@ -178,7 +178,7 @@ def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
     tickets = 2 * -(-p.span // tile.rows) * p.slabs * p.heads
     programs = min(tickets, PROGRAMS * max(device.sm_count, 1))
     given = (Pointer("x"), Pointer("item") if p.named else None, Pointer("mean") if p.shifted else None)
-    strides = (Strides("x"), Strides("item") if p.named else None, Strides("y"))
+    strides = (Strides("x"), Strides("item") if p.named else None)
     call = KernelCall(
         quantize_heads,
         (programs, 1, 1),
@@ -187,6 +187,7 @@ def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
             (Pointer("top"), Pointer("tickets")),
             (Pointer("y"), Pointer("scale")),
             strides,
+            Strides("y"),
             *(p.span, p.heads, p.slabs, p.items // p.slabs, together),
         ),
         (("T", tile),),
