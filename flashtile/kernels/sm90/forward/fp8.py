@@ -80,35 +80,6 @@ def as_operand(words, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def begin_stored(rows, mem, use, T: gl.constexpr):
-    """Probabilities times a value tile, under way: the product of each part."""
-    ROWS: gl.constexpr = T.rows
-    KEYS: gl.constexpr = T.block_k
-    COLUMNS: gl.constexpr = T.columns_v
-    PARTS_V: gl.constexpr = T.parts_v
-    weights, under_way = as_operand(rows.weights, COLUMNS), ()
-    mem.values.wait(use)
-    for part in gl.static_range(PARTS_V):
-        v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS)
-        start = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS, DEPTH))  # pyright: ignore[reportCallIssue]
-        product = warpgroup_mma(weights, v.permute((1, 0)), start, use_acc=False, is_async=True)
-        under_way = under_way + (product,)  # noqa: RUF005 (Triton knows no unpacking)
-    return under_way
-
-
-@gluon.jit
-def end_stored(rows, under_way, mem, use, BEHIND: gl.constexpr, T: gl.constexpr):
-    """The accumulators, times what the rows' `decay` says, plus what `begin_stored` began, BEHIND which so many products are."""
-    PARTS_V: gl.constexpr = T.parts_v
-    decay, made = gl.convert_layout(rows.decay, row_layout(T.columns_v))[:, None], ()
-    for part in gl.static_range(PARTS_V):
-        product = plain(warpgroup_mma_wait(PARTS_V - 1 - part + BEHIND, deps=[under_way[part]]))
-        made = made + (rows.acc[part] * decay + product,)  # noqa: RUF005
-    mem.values.release(use)
-    return made
-
-
-@gluon.jit
 def add_stored(rows, mem, use, T: gl.constexpr):
     """The accumulators, times what the rows' `decay` says, plus probabilities times a value tile, which is let go of.
 

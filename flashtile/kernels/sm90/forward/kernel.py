@@ -43,16 +43,7 @@ from flashtile.kernels.sm90.device.scores import (
 )
 from flashtile.kernels.sm90.device.ticket import Tickets, make_tickets, make_words
 from flashtile.kernels.sm90.forward.epilogue import finish, load_sink
-from flashtile.kernels.sm90.forward.fp8 import (
-    LIFT_LOG2,
-    add_stored,
-    begin_stored,
-    end_stored,
-    multiply_stored,
-    plain,
-    scores_scale,
-    stored_weights,
-)
+from flashtile.kernels.sm90.forward.fp8 import LIFT_LOG2, add_stored, multiply_stored, plain, scores_scale, stored_weights
 from flashtile.kernels.sm90.forward.mma import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.sm90.forward.producer import load
 from flashtile.kernels.sm90.forward.retry import (
@@ -396,18 +387,14 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
     score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
-    if T.stored.fp8 and T.schedule.apart:
+    if T.stored.fp8:
         acc = add_stored(rows, mem, use - 1, T)
-    elif T.stored.fp8:
-        under_way = begin_stored(rows, mem, use - 1, T)
     elif T.schedule.apart:
         acc = settle(add_values(rows, mem, use - 1, WHOLE, T), mem.values, use - 1, T.pieces)
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(score, mem, use, GROUP, HALF, T)
-    if T.stored.fp8 and not T.schedule.apart:
-        acc = end_stored(rows, under_way, mem, use - 1, 1, T)
-    elif not T.schedule.apart:
+    if not T.schedule.apart:
         acc = add_values(rows, mem, use - 1, WHOLE, T)
     pass_turn(GROUP, T)
     drawn, ahead = (), ()
@@ -418,7 +405,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     elif T.pipeline.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
         role_barrier()
     wild = remembered(mem.again, GROUP, T) if T.softmax.votes else given[2]
-    score = warpgroup_mma_wait(0 if T.schedule.apart or T.stored.fp8 else T.pieces, deps=[score])
+    score = warpgroup_mma_wait(0 if T.schedule.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     if T.stored.fp8:
         score = plain(score)
@@ -462,9 +449,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         top = gl.maximum(rows.top, top)
         shift = level(top * factor, MASKED, T)
         decay = gl.exp2(rows.top * factor - shift)
-        if T.modifiers.curved and not (T.schedule.apart or T.stored.fp8):
+        if T.modifiers.curved and not T.schedule.apart:
             mem.values.wait(use - 1)  # long over: but it ends in a jump, across which ptxas does not move the curve
-        if not (T.schedule.apart or T.stored.fp8):
+        if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
         if T.finds_entropy:
             rise = level(rows.top * factor, MASKED, T) - shift

@@ -129,8 +129,8 @@ BLOCK_US = 3.5  # the same where every tile has a block of its own
 # them are no more than twice that. Lists of 1 x 8192 at 80 %, 3, 4, 5, 6, 8 heads of 4 MiB: 0.176, 0.173, 0.178, 0.175,
 # 0.179 ms; causal 2 x 8192 with 16 and 32 MiB: 0.733, 0.770; 1 x 4096 with 16 and, all of it, 32: 0.108, 0.101 (an H100).
 TOGETHER_BYTES = 16 << 20
-# The same of e4m3, an H200, 2026-11-29: causal 1 x 16384, 16 heads of 128 columns, 4 MiB each, all of them together 1.095 ms,
-# by four 1.232, and by four where every tile has a block of its own 1.138.
+# What all heads of e4m3 may have, of 128 columns. An H200, 2026-11-29: causal 1 x 16384, 16 heads of 4 MiB, all of them together
+# 1.095 ms, by four 1.232, and by four where every tile has a block of its own 1.138.
 TOGETHER_FP8_BYTES = 64 << 20
 EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
 FILLED = 0.9  # of the blocks have a tile of the heads that go together with lists
@@ -251,10 +251,10 @@ def _widths(p: AttentionProblem) -> Widths:
 
 def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
-    size, most = (1, TOGETHER_FP8_BYTES) if p.multiplies_fp8 else (p.dtype.size_bytes, TOGETHER_BYTES)
+    size = 1 if p.multiplies_fp8 else p.dtype.size_bytes
     head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * size // p.group, p.batch * p.heads_q
-    whole = most if p.multiplies_fp8 else 2 * most
-    return heads if heads * head_bytes <= whole else max(min(heads, most // head_bytes), 1)
+    whole = TOGETHER_FP8_BYTES if p.multiplies_fp8 and _width(p) == 128 else 2 * TOGETHER_BYTES
+    return heads if heads * head_bytes <= whole else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
 
 
 def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> ForwardLaunch:

@@ -371,7 +371,7 @@ def sees_halves(problem: AttentionProblem, launch: ForwardLaunch, form: Form) ->
     short = band.left is not None or p.lengths.ragged or p.seqlen_k <= SHORT
     masked = band.left is not None or band.right is not None or p.lengths.ragged or p.seqlen_k % launch.block_k > 0
     columns, parts = cut(p.head_dim)
-    return plain and not p.multiplies_fp8 and short and masked and columns * parts <= 128 and launch.block_k == 2 * GROUP_ROWS
+    return plain and short and masked and columns * parts <= 128 and launch.block_k == 2 * GROUP_ROWS
 
 
 SHORT = 4096  # keys
