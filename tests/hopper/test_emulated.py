@@ -122,10 +122,12 @@ BACKWARD = {
         Tile((GROUPED, LEFT), 128, launch=dict(interleaves=True)),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
+        Tile((CAUSAL, MODIFIERS), 80, 40),
+    ),
+    "narrow": (
         Tile((TINY, CAUSAL, LEFT, SHARED_HEADS, MODIFIERS), 96, launch=NARROW),
         Tile((CAUSAL, SHARED_HEADS), 96, 128, deterministic=True, launch=NARROW),
         Tile((CAUSAL, GROUPED), 128, 72, launch=dict(CONVERTED, **NARROW)),
-        Tile((CAUSAL, MODIFIERS), 80, 40),
     ),
     "wide": (
         Tile(ALL, 256),

@@ -47,7 +47,7 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
         PLACES: gl.constexpr = 4 * T.block_q // T.columns_v_stored
         store_pieces(dv_desc, grads[2], memory.ds, dv, first, T.head_dim_v, W * (PLACES // 2), PLACES, T.pieces_v, place, T)
         if T.outputs.copies_dq:
-            SHARES: gl.constexpr = 2 * T.columns // T.columns_stored
+            SHARES: gl.constexpr = 4 * T.columns_dq // T.columns_stored  # of both consumers: each writes where its own were
             memory.to.sums.claim(2 * place.visits.end + W)
             store_pieces(dk_desc, grads[1], memory.shares, dk, first, T.head_dim, W * (SHARES // 2), SHARES, T.cut, place, T)
         else:
