@@ -41,7 +41,7 @@ VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while ke
 
 
 @aggregate
-class Memory:
+class CachedMemory:
     """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
     of a box, 64], with their channels. Of 8 bits a box has all columns, and wide_k and wide_v, [parts, keys, 64], are the tiles
     that are multiplied; otherwise they are the rings.
@@ -60,7 +60,7 @@ class Memory:
         self.q, self.k, self.v, self.wide_k, self.wide_v, self.keys, self.values = q, k, v, wide_k, wide_v, keys, values
 
 
-class Seat(NamedTuple):
+class CachedSeat(NamedTuple):
     """What a block computes: whose queries, from which on, and which keys of how many."""
 
     item: gl.tensor
@@ -77,7 +77,7 @@ class Seat(NamedTuple):
     seen_to: gl.tensor
 
 
-class Rows(NamedTuple):
+class CachedRows(NamedTuple):
     """State of 64 rows."""
 
     acc: gl.tensor
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def seat_of(number, used_ptr, sizes, T: gl.constexpr):
-    """The Seat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     heads = sizes[1] * T.chunks
@@ -103,7 +103,9 @@ def seat_of(number, used_ptr, sizes, T: gl.constexpr):
     first, end = lo, hi
     if T.split > 0:
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
-    return Seat(item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1])
+    return CachedSeat(
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
+    )
 
 
 @gluon.jit
@@ -221,12 +223,12 @@ def nothing(T: gl.constexpr):
     COLUMNS: gl.constexpr = T.columns_v
     total = lane_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)), T)  # pyright: ignore[reportCallIssue]
     top = gl.full([ROWS], float("-inf"), gl.float32, row_layout(BLOCK_K))
-    return Rows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
+    return CachedRows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
 
 
 @gluon.jit
 def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
-    """(Rows, key tiles used) of the keys from low to high, of which there are some."""
+    """(CachedRows, key tiles used) of the keys from low to high, of which there are some."""
     BLOCK_K: gl.constexpr = T.block_k
     take(mem.k, mem.keys, mem.wide_k, use, low, seat, T.parts_k, T.block_k, T)
     score = multiply_keys(mem, use, T)
@@ -236,7 +238,7 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     top = gl.max(score, 1)
     p = gl.exp2(score - lifted(level(top, True, T), T)[:, None])
     rows = nothing(T)
-    rows = Rows(rows.acc, pack(p, mem.q.dtype), top, lane_sums(p, T))
+    rows = CachedRows(rows.acc, pack(p, mem.q.dtype), top, lane_sums(p, T))
     use += 1
     for start in range(low + BLOCK_K, high, BLOCK_K):
         rows = step(rows, mem, use, start, seat, sizes, scale, T)
@@ -246,7 +248,7 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     acc = add_values(rows, mem, use - 1, T)
     acc = warpgroup_mma_wait(0, deps=[acc])
     let_go(mem.values, use - 1, T)
-    return Rows(acc, (), rows.top, rows.total), use
+    return CachedRows(acc, (), rows.top, rows.total), use
 
 
 @gluon.jit
@@ -268,7 +270,7 @@ def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
     p = gl.exp2(score - lifted(shift, T)[:, None])
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     acc = acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-    return Rows(acc, pack(p, mem.q.dtype), top, total)
+    return CachedRows(acc, pack(p, mem.q.dtype), top, total)
 
 
 @gluon.jit
@@ -426,7 +428,7 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
         wide_k = gl.allocate_shared_memory(KIND, [T.parts_k, T.block_k, STRIP], WIDE)
         wide_v = gl.allocate_shared_memory(KIND, [T.parts_v, T.block_k, STRIP], WIDE)
     keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
-    mem = Memory(q, k, v, wide_k, wide_v, keys, values)
+    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
