@@ -47,7 +47,9 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {
     "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512, None),
     "hopper pages": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, None),
     "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
-    "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512),
+    "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512, None),
+    "hopper e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED),
+    "hopper e5m2": ("attention(q=8x4x8x64,kv=4096x8x48,fp16,used=k)", Pages(8, 4096, 1, False), 0, Stored("e5m2")),
 }
 TARGETS = ("sm80", "sm90")
 OTHERS = ("sm86", "sm100", "sm120", "gfx942")  # docs/support.md says that a decoding step is compiled for these, too
