@@ -129,8 +129,8 @@ BLOCK_US = 3.5  # the same where every tile has a block of its own
 # them are no more than twice that. Lists of 1 x 8192 at 80 %, 3, 4, 5, 6, 8 heads of 4 MiB: 0.176, 0.173, 0.178, 0.175,
 # 0.179 ms; causal 2 x 8192 with 16 and 32 MiB: 0.733, 0.770; 1 x 4096 with 16 and, all of it, 32: 0.108, 0.101 (an H100).
 TOGETHER_BYTES = 16 << 20
-# What all heads of e4m3 may have, of 128 columns. An H200, 2026-11-29: causal 1 x 16384, 16 heads of 4 MiB, all of them together
-# 1.095 ms, by four 1.232, and by four where every tile has a block of its own 1.138.
+# What all heads of e4m3 may have, of 128 columns. An H200, 2026-11-29: causal 1 x 16384, 16 heads of 4 MiB, all of them
+# together 1.095 ms, by four 1.232, and by four where every tile has a block of its own 1.138.
 TOGETHER_FP8_BYTES = 64 << 20
 EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
 FILLED = 0.9  # of the blocks have a tile of the heads that go together with lists
