@@ -205,6 +205,15 @@ def test_so_are_those_of_items() -> None:
     judge([*told, *({"lengths": starts, "head_dim": n} for n in (128, 256))], "emulated_wide")
 
 
+@pytest.mark.parametrize("parts", ["items", "documents"])
+def test_a_query_of_one_key_beside_dropout_has_no_gradient_by_its_score(parts: str) -> None:
+    """delta is of out, which dropout's factor makes another number than the key's value, and 16 bits round."""
+    whole, cut = {"lengths": [200], "parts": parts}, {"lengths": [70, 1, 64, 65], "parts": parts}
+    told: list[dict[str, Any]] = [{**cut, "head_dim": n, "backward": "fused"} for n in (64, 128, 256)]
+    told += [{**cut, "head_dim": 128, "backward": "split"}, {**whole, "head_dim": 64, "backward": "fused", "softcap": 30.0}]
+    judge([*told, {**whole, "head_dim": 64, "backward": "split", "softcap": 30.0}], "emulated_lone")
+
+
 @pytest.mark.parametrize("lags", some_whole(LAGS, [LAGS[0], LAGS[3]]))
 def test_maxima_that_lag_behind(lags: tuple[str, tuple[float, ...]]) -> None:
     """Keys are walked from the last back: a row's maximum rises by 185, 46 or 5 powers of two from tile to tile, or falls."""

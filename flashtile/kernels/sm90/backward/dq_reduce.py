@@ -93,7 +93,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
 
 @gluon.jit
 def share_of(memory, W: gl.constexpr, COLUMNS: gl.constexpr, T: gl.constexpr):
-    """Where a consumer's part of dq goes through, as it lies in registers: two boxes where T.cut, the second one's one."""
+    """Where a consumer's part of dq goes through, as registers hold it: where T.cut two boxes, of which the second has one."""
     if T.cut:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
         PLACES: gl.constexpr = 2 * T.columns_dq // COLUMNS

@@ -75,6 +75,7 @@ class BackwardModifiers(Modifiers):
     late: bool  # the others add to products that are done, not to what these start from
     folds: bool  # the matrix unit adds delta (docs/lab/hopper-backward.md, 18 and 19)
     folds_level: bool  # and level; a curve is taken of the scores without it
+    spares: bool  # a key that has all the weight of a row gets no gradient by its score: see `spared`
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class BackwardSchedule:
 
     deterministic: bool  # shares of dq are added in one order ("Deterministic")
     swizzle: int  # heads that go together, for the L2 cache
-    last_first: bool  # the last key tile starts first: see `Walk.turn` and `split_tiles`; otherwise the longest does
+    last_first: bool  # the last key tile starts first: see `BackwardWalk.turn` and `split_tiles`; otherwise the longest does
     resident: bool  # as many blocks as SMs, which take one tile after another
     helps: bool  # blocks of short tiles take the last steps of long ones: see `split_tiles` ("One wave")
     pieces: int  # in which long tiles are taken, where any are: see `split_tiles` ("Long lists in pieces")
@@ -335,7 +336,13 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         mask=BackwardMask.of(p, p.lengths.ragged or p.seqlen_k % launch.block_k != 0, blanks=unseen(p)),
         items=Items.of(p),
         modifiers=BackwardModifiers.of(
-            p, form, early=brought, late=loads(p, form, brought), folds=folds, folds_level=folds and not form.curved
+            p,
+            form,
+            early=brought,
+            late=loads(p, form, brought),
+            folds=folds,
+            folds_level=folds and not form.curved,
+            spares=p.dropout is not None,
         ),
         outputs=Outputs(dv=not launch.parted, dq=not split, ds=stored(p) is not None, pairs_ds=paired(p) and launch.resident),
         schedule=BackwardSchedule(

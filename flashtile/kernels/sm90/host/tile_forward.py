@@ -255,7 +255,7 @@ def key_parts(p: AttentionProblem) -> tuple[int, int]:
 
 
 def value_parts(p: AttentionProblem) -> tuple[int, int]:
-    """`cut` of head_dim_v; of bytes two parts, of 128 columns at most, whose products have room beside accumulators.
+    """`cut` of head_dim_v; of bytes two parts, of 128 columns at most, whose products have room beside all accumulators.
 
     Of 64 columns a part, both products are under way at once, and the first is added up meanwhile.
     """
