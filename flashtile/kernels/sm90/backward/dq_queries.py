@@ -40,7 +40,7 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS
 
 
 @aggregate
-class Memory:
+class QueriesMemory:
     """Shared memory of a block, as the forward's; dq is stored where a warpgroup's queries were."""
 
     q: gl.shared_memory_descriptor
@@ -219,7 +219,7 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
     tickets = Tickets(q, keys, 1)
     if T.items.ragged:
         tickets = make_tickets(GROUPS, 8)
-    mem = Memory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
+    mem = QueriesMemory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
     fence_async_shared()
     await_stream()
     size = measure(heads, group, q_desc.shape[2], k_desc.shape[2], left, right, swizzle, q_desc.shape[0], region, T)

@@ -36,7 +36,7 @@ class Channels:
 
 
 @aggregate
-class Memory:
+class BackwardMemory:
     """The tiles, and their channels."""
 
     k: gl.shared_memory_descriptor
@@ -115,7 +115,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     v = k
     if T.outputs.dk:
         v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout)
-    return Memory(
+    return BackwardMemory(
         k,
         v,
         gl.allocate_shared_memory(dtype, [T.pipeline.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),

@@ -110,7 +110,7 @@ class BackwardSchedule:
 
     deterministic: bool  # shares of dq are added in one order ("Deterministic")
     swizzle: int  # heads that go together, for the L2 cache
-    last_first: bool  # the last key tile starts first: see `Walk.turn` and `split_tiles`; otherwise the longest does
+    last_first: bool  # the last key tile starts first: see `BackwardWalk.turn` and `split_tiles`; otherwise the longest does
     resident: bool  # as many blocks as SMs, which take one tile after another
     helps: bool  # blocks of short tiles take the last steps of long ones: see `split_tiles` ("One wave")
     pieces: int  # in which long tiles are taken, where any are: see `split_tiles` ("Long lists in pieces")
