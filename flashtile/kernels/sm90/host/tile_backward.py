@@ -323,9 +323,14 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         mask=BackwardMask.of(p, p.lengths.ragged or p.seqlen_k % launch.block_k != 0, blanks=unseen(p)),
         items=Items.of(p),
         modifiers=BackwardModifiers.of(
-            p, form, early=brought, late=loads(p, form, brought), folds=folds, folds_level=folds and not form.curved,
+            p,
+            form,
+            early=brought,
+            late=loads(p, form, brought),
+            folds=folds,
+            folds_level=folds and not form.curved,
             spares=p.dropout is not None,
-        ),  # fmt: skip
+        ),
         outputs=Outputs(dv=not launch.parted, dq=not split, ds=stored(p) is not None, pairs_ds=paired(p) and launch.resident),
         schedule=BackwardSchedule(
             deterministic=deterministic,
