@@ -10,19 +10,7 @@ from typing import Any, Literal
 import torch
 
 import flashtile
-from flashtile import (
-    Alibi,
-    Band,
-    Bias,
-    Blocks,
-    Dilated,
-    Document,
-    Options,
-    Prefix,
-    Softcap,
-    Stored,
-    TopLeft,
-)  # fmt: skip
+from flashtile import Alibi, Band, Bias, Blocks, Dilated, Document, Options, Prefix, Softcap, Stored, TopLeft
 from flashtile.features.scores.relative import Relative
 from tests.drafts import drafts
 from tests.relative_bias import RelativeBias
