@@ -33,7 +33,7 @@ from flashtile.jax.arguments import (
 )
 from flashtile.jax.arrays import promotes
 from flashtile.jax.derivatives import Call
-from flashtile.jax.dropout import seed_words
+from flashtile.jax.dropout import origin_kind, seed_words
 from flashtile.jax.run import NAMES, varying_like
 from flashtile.jax.statistics import statistics_of
 from flashtile.jax.stored import numbers_of
@@ -401,7 +401,7 @@ def _describe(
     known = lengths_in(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
     wanted = Wanted(
         band, where, None, tuple(modifiers), scale, None if rest.sinks is None else described(arrays["sink"]),
-        None if rest.dropout is None else rest.dropout.p, returns_lse, rest.options,
+        None if rest.dropout is None else rest.dropout.p, returns_lse, rest.options, origin_kind(rest.dropout),
     )  # fmt: skip
     problem = describe(
         (q.shape, k.shape, v.shape), DType(NAMES[q.dtype]), wanted, batch, known, longest, shorter=shorter,

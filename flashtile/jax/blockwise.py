@@ -15,7 +15,7 @@ from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
 from flashtile.jax.symbolic import symbols
 from flashtile.kernels.device.score import sums_per_head, uneven_refusals
-from flashtile.plan.buffers import place_of
+from flashtile.plan.buffers import keys_dtype, place_of
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.score import Position, Score, ScoreSpec
@@ -41,10 +41,10 @@ def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     return computed(lambda given, dtype: _forward(p, given, dtype), arrays, few_keys(p))
 
 
-def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
+def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], wide_keys: bool = False) -> Arrays:
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...). wide_keys: dk and dv are not rounded to 16 bits."""
     wide = few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
-    return computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
+    return computed(lambda given, dtype: _backward(p, given, outputs, dtype, wide_keys), arrays, wide)
 
 
 def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays:
@@ -139,7 +139,7 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
     return {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse.astype(jnp.float32)}
 
 
-def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
+def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any, wide_keys: bool = False) -> Arrays:
     scene = Scene(p, arrays, dtype)
     lse = arrays["lse"].astype(dtype)
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
@@ -189,20 +189,20 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
         return dscore, scene.over_rows(kept, dout)
 
-    made, dv = through_scores(scene, outputs, alive, derivatives)
-    made["dv"] = scene.joined(dv).astype(JAX_DTYPES[p.dtype.value])
+    made, dv = through_scores(scene, outputs, alive, derivatives, wide_keys)
+    made["dv"] = scene.joined(dv).astype(JAX_DTYPES[keys_dtype(p, wide_keys)])
     if sink is not None and "dsink" in outputs:
         made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
     return {name: made[name] for name in outputs}
 
 
 def through_scores(
-    scene: Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]]
+    scene: Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]], wide_keys: bool = False
 ) -> tuple[Arrays, Any]:
     """(dq, dk and the gradients of modifiers' tensors, what else `derivatives` makes of each block of keys).
 
     derivatives: from modified scores, which of them are seen, where they lie and the block, their gradients and that. alive: of
-    which rows there are any.
+    which rows there are any. wide_keys: dk is not rounded to 16 bits.
     """
     p, arrays, dtype, q = scene.p, scene.arrays, scene.dtype, jnp.where(alive, scene.q, 0.0)
     wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if _name(i, j) in outputs]
@@ -227,7 +227,8 @@ def through_scores(
     sums = dict(zip((_name(i, j) for i, j in across), totals, strict=True))
     (dq, sums), (dk, cuts, more) = lax.scan(step, (dq, sums), scene.blocks)
     made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value, "dk": scene.joined(dk) * p.scale_value}
-    made = {name: grad.astype(JAX_DTYPES[p.dtype.value]) for name, grad in made.items()}
+    dtypes = {"dq": p.dtype.value, "dk": keys_dtype(p, wide_keys)}
+    made = {name: grad.astype(JAX_DTYPES[dtypes[name]]) for name, grad in made.items()}
     for i, j in wanted:
         name = _name(i, j)
         made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)

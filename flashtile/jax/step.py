@@ -92,7 +92,7 @@ class Backward:
         return blockwise.unsupported(self.problem)
 
     def plain(self, arrays: Arrays) -> Arrays:
-        return blockwise.backward(self.problem, arrays, [b.name for b in self.outputs()])
+        return blockwise.backward(self.problem, arrays, [b.name for b in self.outputs()], self.gradients.wide_keys)
 
     def fit(self, given: tuple[Any, ...]) -> Backward:
         return replace(self, problem=fitted(self.problem, dict(zip((b.name for b in self.inputs()), given, strict=True))))
@@ -177,7 +177,7 @@ def _first_plan(
 
 
 def fitted(p: AttentionProblem, arrays: Arrays) -> AttentionProblem:
-    """The problem of arrays that have other sizes: a part of the batch or of the heads, or several batches."""
+    """The problem of arrays that have other sizes: a part of the batch, of the heads or of the queries, or several batches."""
     heads_q, heads_kv = arrays["q"].shape[2], arrays["k"].shape[2]
     batch = arrays["cu_seqlens_q"].shape[0] - 1 if p.lengths.varlen else arrays["q"].shape[0]
     score = tuple(
@@ -187,7 +187,9 @@ def fitted(p: AttentionProblem, arrays: Arrays) -> AttentionProblem:
     leaves = iter(range(len(p.leaves)))
     where = tuple(tuple(_placed(leaf, next(leaves), arrays) for leaf in term) for term in p.where)
     sink = None if p.sink is None else replace(p.sink, shape=arrays["sink"].shape)
-    return resized(p, arrays.values(), batch=batch, heads_q=heads_q, heads_kv=heads_kv, score=score, where=where, sink=sink)
+    seqlen_q = p.seqlen_q if p.lengths.varlen else arrays["q"].shape[1]
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "heads_q": heads_q, "heads_kv": heads_kv}
+    return resized(p, arrays.values(), **sizes, score=score, where=where, sink=sink)
 
 
 def _placed(leaf: Any, i: int, arrays: Arrays) -> Any:
