@@ -280,3 +280,16 @@ def test_batches_of_tangents_in_the_old_way_and_products_by_a_third_derivative_r
         functional.hvp(function, q, t)
     expected = torch.func.jvp(torch.func.grad(function), (q,), (t,))[1]
     torch.testing.assert_close(functional.vhp(function, q, t)[1], expected)
+
+
+@pytest.mark.parametrize("seed", [5, -(2**63)])
+def test_a_linear_map_keeps_what_its_function_keeps(seed: int) -> None:
+    """torch.func.linearize leaves writes in place out of its map, such as that of a seed."""
+    q, k, v, tangent = (torch.randn(1, 7, 2, 4, dtype=torch.float64) for _ in range(4))
+
+    def dropped(q: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(q, k, v, causal=True, dropout=flashtile.Dropout(0.3, seed))
+
+    expected: Any = torch.func.jvp(dropped, (q,), (tangent,))
+    value, linear = torch.func.linearize(dropped, q)
+    torch.testing.assert_close((value, linear(tangent)), expected)

@@ -51,11 +51,8 @@ def draw_seed(dropout: Dropout, device: torch.device) -> torch.Tensor:
     """
     if dropout.origin is None:
         return _seed_words(dropout, device)
-    origin = torch.zeros(len(dropout.origin.words), dtype=torch.int32, device=device)
-    for i, word in enumerate(dropout.origin.words):  # by launches: a copy from the host would wait, and no graph records it
-        if word:
-            origin[i] = word
-    return torch.cat([_seed_words(dropout, device), origin])
+    words = [torch.full((1,), word, dtype=torch.int32, device=device) for word in dropout.origin.words]
+    return torch.cat([_seed_words(dropout, device), *words])
 
 
 def _seed_words(dropout: Dropout, device: torch.device) -> torch.Tensor:
@@ -64,8 +61,9 @@ def _seed_words(dropout: Dropout, device: torch.device) -> torch.Tensor:
     if isinstance(dropout.seed, torch.Tensor):
         state = dropout.seed.to(device, copy=True).contiguous()
     else:
-        state = torch.zeros(2, dtype=torch.int64, device=device)
-        state[0] = dropout.seed
+        # (seed, 0), by launches: a copy from the host would wait, and no graph records it. Nothing is written in place:
+        # torch.func.linearize (PyTorch 2.13) leaves writes by index out of its map.
+        state = torch.arange(1, -1, -1, dtype=torch.int64, device=device) * dropout.seed
     return state.view(torch.int32)
 
 
