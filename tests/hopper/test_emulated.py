@@ -73,6 +73,7 @@ class Tile:
 
 SMALL = dict(block_q=64)
 APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
+NARROW = dict(narrow=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -122,6 +123,11 @@ BACKWARD = {
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),
+    ),
+    "narrow": (
+        Tile((TINY, CAUSAL, LEFT, SHARED_HEADS, MODIFIERS), 96, launch=NARROW),
+        Tile((CAUSAL, SHARED_HEADS), 96, 128, deterministic=True, launch=NARROW),
+        Tile((CAUSAL, GROUPED), 128, 72, launch=dict(CONVERTED, **NARROW)),
     ),
     "wide": (
         Tile(ALL, 256),

@@ -320,7 +320,7 @@ class HopperBackend:
                     Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
                     Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_added // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),

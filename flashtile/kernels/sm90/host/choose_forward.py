@@ -111,24 +111,27 @@ QUERIES: dict[int, ForwardTiling] = {
 STORED = "of bytes, whose products are begun anew for every key tile: three warpgroups fill each other's gaps"
 STORED_WIDE = "of bytes and 256 columns two warpgroups have registers for accumulators, and each half's product beside them"
 STORED_SHAPED = "of bytes, with modifiers, which three warpgroups have no registers for"
-UNTIMED = "not timed yet: priced at half of what 16 bits take"
+TIMED = "an H200, 2026-11-29: 1 x 16384, full"
 # Of q, k and v in e4m3, by the wider head dim.
 FP8: dict[int, tuple[ForwardTiling, ...]] = {
     width: (
-        ForwardTiling(replace(APART_ROLES, stages=stages, resident=True), key_us, STORED, lambda p: not p.score, UNTIMED),
+        ForwardTiling(replace(APART_ROLES, stages=stages, resident=True), key_us, STORED, lambda p: not p.score, TIMED),
         ForwardTiling(
             replace(APART_ROLES, groups=2, stages=stages, resident=True), key_us * 0.7, STORED_SHAPED, lambda p: bool(p.score),
-            UNTIMED,
+            TIMED,
         ),
     )
-    for width, stages, key_us in ((64, 4, 1.0), (128, 4, 1.2))
-} | {256: (ForwardTiling(replace(APART_ROLES, groups=2, resident=True), 1.6, STORED_WIDE, measured=UNTIMED),)}  # fmt: skip
+    for width, stages, key_us in ((64, 4, 1.42), (128, 4, 1.65))
+} | {256: (ForwardTiling(replace(APART_ROLES, groups=2, resident=True), 1.73, STORED_WIDE, measured=TIMED),)}  # fmt: skip
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
 # Keys and values that heads computed together may have: above, the L2 cache (two halves of 25 MB) loses them, unless all of
 # them are no more than twice that. Lists of 1 x 8192 at 80 %, 3, 4, 5, 6, 8 heads of 4 MiB: 0.176, 0.173, 0.178, 0.175,
 # 0.179 ms; causal 2 x 8192 with 16 and 32 MiB: 0.733, 0.770; 1 x 4096 with 16 and, all of it, 32: 0.108, 0.101 (an H100).
 TOGETHER_BYTES = 16 << 20
+# What all heads of e4m3 may have, of 128 columns. An H200, 2026-11-29: causal 1 x 16384, 16 heads of 4 MiB, all of them at once
+# 1.095 ms, by four 1.232, and by four where every tile has a block of its own 1.138.
+TOGETHER_FP8_BYTES = 64 << 20
 EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
 FILLED = 0.9  # of the blocks have a tile of the heads that go together with lists
 LISTED_TILES = 12  # key tiles of a list on average, half as many to half as many again: as good a guess as any
@@ -250,7 +253,8 @@ def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
     size = 1 if p.multiplies_fp8 else p.dtype.size_bytes
     head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * size // p.group, p.batch * p.heads_q
-    return heads if heads * head_bytes <= 2 * TOGETHER_BYTES else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
+    whole = TOGETHER_FP8_BYTES if p.multiplies_fp8 and _width(p) == 128 else 2 * TOGETHER_BYTES
+    return heads if heads * head_bytes <= whole else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
 
 
 def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> ForwardLaunch:
