@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ONNX, onnx 1.18.0 to 1.23.2 and onnxruntime 1.23 to 1.32, CPU: Attention of opset 23 became another function under the same number.
 #
-# An opset's number is a promise: a model that says 23 keeps its meaning. Attention with a softcap and hidden keys does not. By the
-# definition that onnx 1.18.0 to 1.21.0 carry, scores get their mask first and the cap then, which makes -inf of a hidden key
+# An opset's number is a promise: a model that says 23 keeps its meaning. Attention with a softcap and hidden keys does not. In
+# the evaluators of onnx 1.18.0 to 1.21.0 scores get their mask first and the cap then, which makes -inf of a hidden key
 # -softcap: a causal model looks ahead. Since onnx 1.22.0 the same node, of opset 23 as of 24, caps first and hides then. Runtimes
 # moved, too: onnxruntime 1.26.0 computes the old function, 1.27.0 the new one. Nothing in the model says which is meant, and nothing
 # warns.
