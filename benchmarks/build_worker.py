@@ -1,7 +1,8 @@
 """One build of the library, which `benchmarks/builds.py` times beside another one: by public names alone, which any build has.
 
 `main` runs in a process whose PYTHONPATH names the build and whose arguments are cells. It answers every line "CELL PASS CALLS"
-by milliseconds a call, and by microseconds of the host until the last call was issued.
+by milliseconds a call, and by microseconds of the host until the last call was issued. To "CELL PASS 0" it answers what the
+pass makes: for every tensor its norm, and its sum with signs that are the same in every build.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # batch, seqlen, heads, head_dim, and what else the call is given; varlen has lengths in the place of a seqlen
 SHAPES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "host": (1, 128, 8, 64, {"causal": True}),
+    "host-full": (4, 256, 8, 128, {}),
+    "host-softcap": (1, 128, 8, 64, {"causal": True, "score": "softcap"}),
+    "host-window": (1, 512, 8, 64, {"window": (128, 0)}),
+    "host-varlen": (2, 0, 8, 64, {"causal": True}),
     **{
         f"fa3-paper-{head_dim}-{thousands}k-{mask}": (16 // thousands, 1024 * thousands, 2048 // head_dim, head_dim, how)
         for head_dim in (64, 128, 256)
@@ -85,6 +90,16 @@ def calls(name: str) -> dict[str, Callable[[], Any]]:
     return {"forward": forward, "backward": backward, "both": both}
 
 
+def answer(made: Any) -> list[float]:
+    """The norm of every tensor of a result, and its sum with signs drawn from a fixed seed."""
+    numbers: list[float] = []
+    for tensor in made if isinstance(made, tuple) else (made,):
+        values = tensor.detach().double().cpu()
+        signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        numbers += [values.norm().item(), (values * signs).sum().item()]
+    return numbers
+
+
 def wait() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -101,6 +116,10 @@ def main() -> int:
     for line in sys.stdin:
         name, which, count = line.split()
         call = passes[name][which]
+        if int(count) == 0:
+            torch.manual_seed(1)
+            print(*answer(call()), flush=True)
+            continue
         for _ in range(3):
             call()
         wait()

@@ -2,8 +2,9 @@
 
     python -m benchmarks builds --base FOLDER [--cells host varlen ...] [--rounds 12] [--budget SECONDS] [--output FILE]
 
-FOLDER is another checkout, the base. Each cell's kernels are compiled first, all at once. `of_base` is this build's median over
-the base's; `spread` how far the base's rounds lie apart, the larger half of them over the smaller. `host` is time of the host.
+FOLDER is another checkout, the base. Each cell's kernels are compiled first, all at once. Before a cell is timed, both builds
+must have made the same of the same inputs. `of_base` is this build's median over the base's; `spread` how far the base's rounds
+lie apart, the larger half of them over the smaller. Cells whose names begin with `host` are time of the host.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "build_worker.py"
 BURST_MS = 10.0  # of calls that are timed at once
 HOST_CALLS = 300
+SAME = 0.02  # of a tensor's norm, by which what two builds make of 16-bit inputs may differ
 
 
 class Build:
@@ -50,18 +52,36 @@ class Build:
         if not said or not Path(said[1]).resolve().is_relative_to(self.root):
             raise RuntimeError(f"the build in {self.root} does not run: it said {' '.join(said)!r}")
 
-    def time(self, cell: str, which: str, calls: int) -> tuple[float, float]:
-        """Milliseconds of a call, and microseconds of the host."""
+    def ask(self, cell: str, which: str, calls: int) -> list[float]:
+        """What the worker answers to a line."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{cell} {which} {calls}\n")
         self.process.stdin.flush()
-        ms, host_us = self.process.stdout.readline().split()
-        return float(ms), float(host_us)
+        return [float(number) for number in self.process.stdout.readline().split()]
+
+    def time(self, cell: str, which: str, calls: int) -> tuple[float, float]:
+        """Milliseconds of a call, and microseconds of the host."""
+        ms, host_us = self.ask(cell, which, calls)
+        return ms, host_us
+
+    def makes(self, cell: str, which: str) -> list[float]:
+        """The norm of every tensor that a pass makes, and its signed sum."""
+        return self.ask(cell, which, 0)
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def compare(this: list[float], base: list[float]) -> None:
+    """Raise ArithmeticError unless two builds have made the same tensors."""
+    if len(this) != len(base) or not base:
+        raise ArithmeticError(f"this build makes {len(this) // 2} tensors, the base {len(base) // 2}")
+    for at in range(0, len(base), 2):
+        for name, one, other in zip(("norm", "signed sum"), this[at : at + 2], base[at : at + 2], strict=True):
+            if not abs(one - other) <= SAME * base[at]:  # NaN is wrong too
+                raise ArithmeticError(f"tensor {at // 2}: this build makes a {name} of {one:g}, the base {other:g}")
 
 
 class Builds(Experiment[tuple[str, str]]):
@@ -86,7 +106,9 @@ class Builds(Experiment[tuple[str, str]]):
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def cells(self) -> list[tuple[str, str]]:
-        passes = {cell: ("forward", "both") if cell == "host" else ("forward", "backward") for cell in self.chosen.cells}
+        passes = {
+            cell: ("forward", "both") if cell.startswith("host") else ("forward", "backward") for cell in self.chosen.cells
+        }
         return [(cell, which) for cell, some in passes.items() for which in some]
 
     def place(self, cell: tuple[str, str]) -> dict[str, Any]:
@@ -113,7 +135,8 @@ class Builds(Experiment[tuple[str, str]]):
                 build.end()
 
     def measure(self, cell: tuple[str, str], record: Record, until: float) -> None:
-        column = 1 if cell[0] == "host" else 0
+        compare(self.builds["this"].makes(*cell), self.builds["base"].makes(*cell))
+        column = 1 if cell[0].startswith("host") else 0
         calls = HOST_CALLS if column else max(1, round(BURST_MS / self.builds["base"].time(*cell, 2)[0]))
         if self.device().type == "cpu":
             calls = 1

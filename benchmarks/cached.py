@@ -1,18 +1,19 @@
 """Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
-        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--budget SECONDS]
-        [--output bench-output/cached.csv] [--commit HASH]
+        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--sets split=128 LOADS=4]
+        [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
 
 All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
-`mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once more
-for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for each of
-these, by their names. A graph holds a call for each of several caches, together larger than the L2 cache where memory allows,
-so that keys come from memory. Replays take turns. What is timed is right, after a replay: against float64 sums over gathered
-keys. `copy` reads half of the bytes of a cell's keys and values and
-writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a row's, `of_best` the best
-peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of the same pages in bf16
-over those of 8 bits. `tflops` counts both products. What SDPA refuses is a row with a `note`.
+`mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once
+more for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for
+each of these, by their names, --sets: with this split, or this number in `kernels/device/decoding.py`. A graph holds a call
+for each of several caches, together larger than the L2 cache where memory allows, so that keys come from memory. Replays take
+turns. What is timed is right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a
+cell's keys and values and writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a
+row's, `of_best` the best peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of
+the same pages in bf16 over those of 8 bits, `of_first` that of the library's choice over a variant's. `tflops` counts both
+products. What SDPA refuses is a row with a `note`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -39,6 +41,7 @@ from flashtile import cache_clear
 from flashtile.bench.providers import first_line
 from flashtile.bench.rotation import rotate
 from flashtile.errors import NotSupported
+from flashtile.kernels.device import decoding
 from flashtile.kernels.portable import cached
 from flashtile.kernels.sm90.host import choose_cached as hopper
 from flashtile.plan.device import Device
@@ -70,7 +73,24 @@ LEAST_S = 2.0
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Row = dict[str, Any]
-Variant = tuple[str, int] | None  # a backend and the number of its tile; None: what the library chooses
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A backend and the number of its tile; or `split`, or a constant of `kernels/device/decoding.py`, and its value."""
+
+    backend: str | None = None
+    number: int | None = None
+    named: tuple[str, float] | None = None
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """What calls are given."""
+        made: dict[str, Any] = {"options": Options(backend=self.backend)} if self.backend else {}
+        return made | ({"split": int(self.named[1])} if self.named and self.named[0] == "split" else {})
+
+    def spell(self, taken: list[Any]) -> str:
+        return f"{self.named[0]}={self.named[1]:g}" if self.named else f"{self.backend} {taken[-1].spell()}"
 
 
 @dataclass(frozen=True)
@@ -166,10 +186,10 @@ class Caches:
         order = torch.randperm(self.copies * self.cell.batch * columns, device=self.device, generator=self.generator)
         return order.int().view(self.copies, self.cell.batch, columns)
 
-    def ours(self, page: int, kind: str, variant: Variant, one: bool = False) -> tuple[Call, torch.Tensor | None]:
+    def ours(self, page: int, kind: str, variant: Variant | None, one: bool = False) -> tuple[Call, torch.Tensor | None]:
         """(a call over every cache, its table)."""
         number, how = range(1 if one else self.copies), dict[str, Any](seqused_k=self.used)
-        how |= {"options": Options(backend=variant[0])} if variant else {}
+        how |= variant.call if variant else {}
         k, v = self.pools[kind]
         if kind != "bf16":
             scale = torch.full(k.shape[2:3], KINDS[kind][1], device=self.device)
@@ -226,7 +246,7 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def compile_one(model: str, queries: int, page: int, keys: int, kind: str, variant: Variant) -> None:
+def compile_one(model: str, queries: int, page: int, keys: int, kind: str, variant: Variant | None) -> None:
     """In a process of its own: leave the kernels in the cache on disk."""
     with torch.no_grad(), tiled(variant):
         caches = Caches(Cell(model, 1, keys, queries), 1, torch.device("cuda"))
@@ -244,15 +264,16 @@ class NoTile(Exception):
 
 
 @contextmanager
-def tiled(variant: Variant) -> Generator[list[Any]]:
-    """Plans take the tile of this variant. Yields what they took."""
-    chosen, fast, taken = cached.launch_of, hopper.choose_cached, list[Any]()
+def tiled(variant: Variant | None) -> Generator[list[Any]]:
+    """Plans take the tile, or the constant, of this variant. Yields the tiles that they took."""
+    taken = list[Any]()
 
     def pick(tiles: tuple[Any, ...]) -> Any:
         assert variant is not None
-        if variant[1] >= len(tiles):
+        assert variant.number is not None
+        if variant.number >= len(tiles):
             raise NoTile(variant)
-        taken.append(tiles[variant[1]])
+        taken.append(tiles[variant.number])
         return taken[-1]
 
     def launch_of(problem: CachedProblem, device: Device, heads: int) -> Any:
@@ -265,12 +286,14 @@ def tiled(variant: Variant) -> Generator[list[Any]]:
         yield taken
         return
     cache_clear()
-    cached.launch_of, hopper.choose_cached = launch_of, choose_cached
-    try:
+    with ExitStack() as stack:
+        if variant.number is not None:
+            stack.enter_context(patch.object(cached, "launch_of", launch_of))
+            stack.enter_context(patch.object(hopper, "choose_cached", choose_cached))
+        if variant.named and variant.named[0] != "split":
+            stack.enter_context(patch.object(decoding, *variant.named))
         yield taken
-    finally:
-        cached.launch_of, hopper.choose_cached = chosen, fast
-        cache_clear()
+    cache_clear()
 
 
 @dataclass(frozen=True)
@@ -305,7 +328,7 @@ def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator
                         made = captured(call, 1, side)
                     except (NoTile, NotSupported):
                         continue
-                    tile = f" {variant[0]} {taken[-1].spell()}" if variant else ""
+                    tile = f" {variant.spell(taken)}" if variant else ""
                     yield from judged(name + tile, made, caches, table, page, record, kind)
 
 
@@ -390,6 +413,14 @@ def measure(cell: Cell, asked: Asked, device: torch.device, side: Any, record: R
         record.add(row)
 
 
+def setting(text: str) -> tuple[str, float]:
+    """NAME=NUMBER."""
+    name, _, value = text.partition("=")
+    if name != "split" and not isinstance(getattr(decoding, name, None), (int, float)):
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be split=N, or the name of a number in kernels/device/decoding.py")
+    return name, float(value) if "." in value else int(value)
+
+
 class Cached(Experiment[Cell]):
     """A cell is a model, a batch, keys and queries of a step; its caches and providers are timed in one rotation."""
 
@@ -405,6 +436,7 @@ class Cached(Experiment[Cell]):
         parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
         parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
         parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=[], help="these beside the library's choice")
+        parser.add_argument("--sets", nargs="+", type=setting, default=[], help="split=N, or a constant of the sum of parts")
 
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
@@ -416,8 +448,9 @@ class Cached(Experiment[Cell]):
     def __init__(self, chosen: argparse.Namespace):
         super().__init__(chosen)
         numbers = range(TILES) if chosen.tiles else range(1 if chosen.backends else 0)
-        variants = tuple((name, number) for name in chosen.backends or BACKENDS for number in numbers)
-        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), variants)
+        variants = tuple(Variant(name, number) for name in chosen.backends or BACKENDS for number in numbers)
+        named = tuple(Variant(named=(name, value)) for name, value in chosen.sets)
+        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), (*variants, *named))
 
     def device(self) -> torch.device:
         return torch.device("cuda")

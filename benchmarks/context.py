@@ -4,14 +4,15 @@ python -m benchmarks.context --ranks 2                       starts two processe
 torchrun --nproc_per_node 2 -m benchmarks.context            joins those that there are
 
 Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
-every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). Shards are causal, in
-zigzag unless the provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal
-lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's
-SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has
-ring-flash-attn, which must be installed, and runs on flashtile's passes where flash_attn is not. Errors of out, dq,
-dk and dv are relative RMS against one process's float32 of the same values, of at most CHECKED tokens; beside them one
-process's own. peak_bytes is what the busiest rank holds at once, without the inputs; memory is that and the inputs, divided by
-what a rank cannot do without (`needed_bytes`).
+every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). together_ms is T1 of the
+slowest rank while every one runs the whole: what lies between is the machine's. Shards are causal, in zigzag unless the
+provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal lengths, none
+above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's SDPA gets
+the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has ring-flash-attn,
+which must be installed, and runs on flashtile's passes where flash_attn is not. Its llama3 has contiguous shards, packed
+documents too, and gathers a head of keys at a time. Errors of out, dq, dk and dv are relative RMS against one process's
+float32 of the same values, of at most CHECKED tokens; beside them one process's own. peak_bytes is what the busiest rank holds
+at once, without the inputs; memory is that and the inputs, divided by what a rank cannot do without (`needed_bytes`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
 METHODS = ("ulysses", "allgather", "allgather contiguous", "ring")
 TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
-RING = "ring-flash-attn zigzag"
-PROVIDERS = (*METHODS, *TORCH, RING)
+RING, LLAMA3 = "ring-flash-attn zigzag", "ring-flash-attn llama3"
+PROVIDERS = (*METHODS, *TORCH, RING, LLAMA3)
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = tuple[torch.Tensor, ...]
 Step = Callable[[], Tensors]
@@ -72,6 +73,10 @@ class Form:
             "dropout": "" if self.dropout is None else self.dropout,
         }
 
+    def starts(self, seqlen: int) -> list[int]:
+        """Where documents begin, and the last one ends."""
+        return [0, *(round(seqlen * sum(SHARES[: i + 1])) for i in range(len(SHARES)))] if self.packed else [0, seqlen]
+
     def call(self, home: Callable[..., torch.Tensor], packed: Callable[..., torch.Tensor], seqlen: int, **how: Any) -> Any:
         """The function of q, k and v, of (batch, seqlen, heads, head_dim); home, packed: `attention` and `attention_varlen`."""
         how |= {"causal": True, "window": self.window}
@@ -79,10 +84,9 @@ class Form:
             how["dropout"] = flashtile.Dropout(self.dropout, 59)
         if not self.packed:
             return lambda *qkv: home(*qkv, **how)
-        ends = [round(seqlen * sum(SHARES[: i + 1])) for i in range(len(SHARES))]
 
         def of_documents(*qkv: torch.Tensor) -> torch.Tensor:
-            starts = torch.tensor([0, *ends], dtype=torch.int32, device="cpu").to(qkv[0].device, non_blocking=True)
+            starts = torch.tensor(self.starts(seqlen), dtype=torch.int32, device="cpu").to(qkv[0].device, non_blocking=True)
             longest = round(seqlen * max(SHARES)) + 1
             return packed(*(t[0] for t in qkv), starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, **how)[None]
 
@@ -111,7 +115,7 @@ def step(call: Callable[..., torch.Tensor], leaves: Tensors, dout: torch.Tensor)
 
 def layout_of(name: str) -> Any:
     """How a provider's shards lie."""
-    return "contiguous" if name.endswith(" contiguous") else "zigzag"
+    return "contiguous" if name.endswith(" contiguous") or name == LLAMA3 else "zigzag"
 
 
 @contextmanager
@@ -123,6 +127,18 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
         *leaves, dout = (shard(t, Context(layout="zigzag")).requires_grad_(i < 3) for i, t in enumerate(given))
         zigzag = ring_flash_attn().zigzag_ring_flash_attn_func
         yield step(lambda *qkv: zigzag(*qkv, causal=True), tuple(leaves), dout)
+        return
+    if name == LLAMA3:
+        if form not in (Form(), Form(packed=True)):
+            raise NotImplementedError("ring-flash-attn's llama3 is measured without windows and dropout")
+        *leaves, dout = (shard(t, Context()).requires_grad_(i < 3) for i, t in enumerate(given))
+        starts = torch.tensor(form.starts(given[0].shape[1]), dtype=torch.int32, device=given[0].device)
+        home = ring_flash_attn()
+        about = home.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), dist.get_world_size())
+        where = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"), about, strict=True))
+        llama3 = home.llama3_flash_attn_varlen_func
+        call = lambda *qkv: llama3(*(t[0] for t in qkv), **where, heads_k_stride=1, causal=True)[None]  # noqa: E731
+        yield step(call, tuple(leaves), dout)
         return
     if name not in TORCH:
         context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
@@ -243,11 +259,14 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
     """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
     device, whole = given[0].device, alone(given, form)
     one: list[float] = []
+    together: list[float] = []
     many: dict[str, list[float]] = {name: [] for name in names}
     peak = dict.fromkeys(names, 0.0)
     for _ in range(rounds):
         dist.barrier()
         one.append(slowest(timed(whole, device) if dist.get_rank() == 0 else 0.0, device))
+        if not together:
+            together.append(slowest(timed(whole, device), device))
         for name in names:
             with made(name, given, form) as run:
                 dist.barrier()
@@ -259,6 +278,7 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
     return {
         name: {
             "one_ms": first,
+            "together_ms": together[0],
             "ranks_ms": median(times),
             "efficiency": first / (ranks * median(times)),
             "peak_bytes": peak[name],

@@ -6,11 +6,11 @@
 A cell is a shape (batch x seqlen x heads x head_dim), full and causal, in bf16. Its passes take turns: our forward, the tangent
 pass of all inputs and of q alone (out, lse and their tangents in one launch), the same by torch.func.jvp from end to end, our
 backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v and dout), the passes of statistics
-alone, and the forward that keeps them itself; plain PyTorch where its scores fit, and jvp_flash_attention where it is
-installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every
-result is checked first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in
-bf16 is, or 2 units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in
-the chosen tile and in candidates. The exit status is 1 if anything is wrong or fails.
+alone, the forward that keeps them itself, or has one behind it; plain PyTorch where its scores fit, and jvp_flash_attention
+where it is installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every result is checked
+first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in bf16 is, or 2
+units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in the chosen
+tile and in candidates. The exit status is 1 if anything is wrong or fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -30,18 +30,21 @@ from torch.autograd import forward_ad
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import flashtile
-from benchmarks.experiment import Experiment, main_of
+from benchmarks.experiment import Ahead, Experiment, main_of
 from benchmarks.record import Record, at_least_one, sized
 from flashtile.bench.rotation import rotate
 from flashtile.bench.timing import burst_ms, calls_for
 from flashtile.kernels.portable import directed as portable
 from flashtile.kernels.portable.tile import Launch, Pass
 from flashtile.plan.backend import Direction
-from flashtile.plan.call import KernelCall
+from flashtile.plan.call import KernelCall, Plan
+from flashtile.plan.device import Device
+from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_plain
 from flashtile.torch.execute.bound import Bound
 from flashtile.torch.execute.directed import forward_with_statistics, statistics, tangents
 from flashtile.torch.routes.eager import prepare
+from flashtile.triton_glue.compile import compile_call
 
 SHAPES = ("1x8192x32x64", "1x16384x16x64", "1x16384x16x128")
 ROUNDS = 10
@@ -56,16 +59,16 @@ Call = Callable[[], Sequence[torch.Tensor]]
 # Candidates of --tiles, by pass and head dim.
 CANDIDATES: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
-        64: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 3, 8), Launch(128, 128, 8, 2, 8), Launch(128, 64, 4, 3, 8)),
-        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8), Launch(64, 64, 8, 2, 8)),
+        64: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 4, 8)),
+        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8), Launch(128, 32, 8, 2, 8)),
     },
     "second_queries": {
-        64: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
-        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 8, 2, 8), Launch(64, 32, 4, 3, 8)),
+        64: (Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
+        128: (Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8)),
     },
     "second_keys": {
-        64: (Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 3, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8)),
-        128: (Launch(32, 128, 8, 2, 8), Launch(64, 64, 8, 2, 8), Launch(32, 64, 4, 3, 8), Launch(32, 64, 8, 2, 8)),
+        64: (Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8), Launch(32, 128, 8, 3, 8)),
+        128: (Launch(32, 128, 8, 2, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 1, 8)),
     },
 }  # fmt: skip
 
@@ -118,6 +121,12 @@ class Cell:
         (out, *_), made = forward_with_statistics(self.prepared, self.inputs, (), frozenset({name}))
         return out, made[name].transpose(1, 2)[..., None]
 
+    def massed(self, what: str) -> Sequence[torch.Tensor]:
+        """The forward and the pass behind it, as a caller has both."""
+        asked = flashtile.Mass(last=STATISTICS[what][1])
+        out, found = flashtile.attention(*self.inputs, causal=self.causal, returns=asked)
+        return out, found.mass.transpose(1, 2)[..., None]
+
     def math_jvp(self) -> Sequence[torch.Tensor]:
         return torch.func.jvp(self._plain(), self.inputs, self.moved)
 
@@ -167,6 +176,7 @@ class Cell:
             "backward": self.backward, "double backward": self.double_backward,
             **{name: partial(self.statistics, name) for name in STATISTICS},
             **{WITH + name: partial(self.watched, name) for name in ("max_logit", "entropy")},
+            **{WITH + name: partial(self.massed, name) for name in ("Mass(last=64)",)},
         }  # fmt: skip
         batch, seqlen, heads, _ = self.size
         if 2 * batch * heads * seqlen * seqlen <= MATH_MOST_BYTES:
@@ -215,25 +225,48 @@ def measure(cell: Cell, record: Record, rounds: int, device: torch.device, row: 
         record.add({**row, "what": what, "ms": f"{ms:.4f}", **of, **facts[what]})
 
 
+def launches_of(p: AttentionProblem, place: Device, which: Pass) -> list[Launch]:
+    """The chosen tile of a pass, then the candidates that fit."""
+    chosen, wide = portable.choose_directed(p, place, which), 64 if p.head_dim <= 64 else 128
+    others = [c for c in CANDIDATES[which][wide] if portable.shared_bytes(p, c, which) <= place.smem_bytes]
+    return list({launch.spell(): launch for launch in (chosen, *others)}.values())
+
+
+def plan_in(p: AttentionProblem, place: Device, which: Pass, launch: Launch) -> Plan:
+    """The plan along all inputs that holds a pass in a tile."""
+    if which == "tangent":
+        return portable.plan_tangent(p, place, Direction(frozenset("qkv")), {which: launch})
+    return portable.plan_second(p, place, Direction(frozenset("qkv"), frozenset({"dout"}), frozenset("qkv")), {which: launch})
+
+
+def warm(shape: str, causal: bool, what: str, tile: int | None = None) -> None:
+    """Leave the kernels of one pass in the caches, or of a pass in one tile."""
+    device = torch.device("cuda", 0)
+    cell = Cell(shape, causal, device, (what,))
+    if tile is None:
+        cell.passes()[what]()
+        return
+    p, place, which = cell.prepared.problem, cell.prepared.place, cast(Pass, what)
+    plan = plan_in(p, place, which, launches_of(p, place, which)[tile])
+    compile_call(named_call(plan, which)[1], plan, place)
+
+
+def named_call(plan: Plan, which: Pass) -> tuple[int, KernelCall]:
+    """The launch of a pass, and its place among a plan's calls."""
+    found = [(i, c) for i, c in enumerate(plan.calls) if isinstance(c, KernelCall)]
+    return next((i, c) for i, c in found if c.kernel.fn.__name__ == f"attention_{which}")
+
+
 def tiles(cell: Cell, record: Record, rounds: int, device: torch.device, row: dict[str, Any]) -> None:
     """Time each pass's kernel in its tile and in the candidates, whose results must be those of the chosen tile."""
-    p, place, wide = cell.prepared.problem, cell.prepared.place, cell.size[3]
-    given = dict(zip(("q", "k", "v", "tq", "tk", "tv", "dout"), (*cell.inputs, *cell.moved, cell.dout), strict=True))
-    along = {
-        "tangent": Direction(frozenset("qkv")),
-        "second": Direction(frozenset("qkv"), frozenset({"dout"}), frozenset("qkv")),
-    }
+    p, place = cell.prepared.problem, cell.prepared.place
+    names, tensors = ("q", "k", "v", "tq", "tk", "tv", "dout"), (*cell.inputs, *cell.moved, cell.dout)
+    given: dict[str, torch.Tensor] = dict(zip(names, tensors, strict=True))
     for which in CANDIDATES:
-        name = which.partition("_")[0]
-        make: Any = portable.plan_tangent if name == "tangent" else portable.plan_second
-        chosen, runs = portable.choose_directed(p, place, which), dict[str, Call]()
-        expected: list[torch.Tensor] = []
-        for launch in (chosen, *CANDIDATES[which].get(64 if wide <= 64 else 128, ())):
-            fits = launch is chosen or portable.shared_bytes(p, launch, which) <= place.smem_bytes
-            if launch.spell() in runs or not fits:
-                continue
+        runs, expected = dict[str, Call](), list[torch.Tensor]()
+        for launch in launches_of(p, place, which):
             with record.attempt(**row, what=which, tile=launch.spell()):
-                plan = make(p, place, along[name], {which: launch})
+                plan = plan_in(p, place, which, launch)
                 inputs = {b.name: given[b.name] for b in plan.named("input")}
                 made = Bound(plan, dict(inputs), device).run(dict(inputs))
                 found = [made[b.name] for b in plan.named("output") if b.name != "lse"]
@@ -243,7 +276,7 @@ def tiles(cell: Cell, record: Record, rounds: int, device: torch.device, row: di
                 if not apart <= 4 * ULP:
                     record.fail(f"is {apart:.1e} off the chosen tile's results", **row, what=which, tile=launch.spell())
                     continue
-                runs[launch.spell()] = alone(plan, f"attention_{which}", made, device)
+                runs[launch.spell()] = alone(plan, which, made, device)
         counts = {tile: calls_for(burst_ms(call, 2, device), device) for tile, call in runs.items()}
         times = rotate(tuple(runs), rounds, lambda tile, runs=runs, counts=counts: burst_ms(runs[tile], counts[tile], device))
         for tile, some in times.items():
@@ -251,11 +284,10 @@ def tiles(cell: Cell, record: Record, rounds: int, device: torch.device, row: di
             record.add({**row, "what": which, "tile": tile, "ms": f"{median(some):.4f}"})
 
 
-def alone(plan: Any, kernel: str, tensors: dict[str, torch.Tensor], device: torch.device) -> Call:
-    """The one launch of a plan whose kernel is called so, over tensors of a run."""
+def alone(plan: Plan, which: Pass, tensors: dict[str, torch.Tensor], device: torch.device) -> Call:
+    """The one launch of a plan that is this pass, over tensors of a run."""
     bound = Bound(plan, {b.name: tensors[b.name] for b in plan.named("input")}, device)
-    names = [call.kernel.fn.__name__ if isinstance(call, KernelCall) else "" for call in plan.calls]
-    launch: Any = bound.launches[names.index(kernel)]
+    launch: Any = bound.launches[named_call(plan, which)[0]]
 
     def call() -> Sequence[torch.Tensor]:
         launch(tensors)
@@ -278,6 +310,18 @@ class Derivatives(Experiment[tuple[str, bool]]):
 
     def cells(self) -> list[tuple[str, bool]]:
         return [(shape, causal) for shape in self.chosen.shapes for causal in (False, True)]
+
+    def ahead(self) -> Ahead:
+        jobs: list[tuple[Any, ...]] = []
+        for shape, causal in self.cells():
+            cell = Cell(shape, causal, self.device(), ())
+            p, place = cell.prepared.problem, cell.prepared.place
+            if self.chosen.tiles:
+                jobs += [(shape, causal, which, i) for which in CANDIDATES for i, _ in enumerate(launches_of(p, place, which))]
+            else:
+                cell.only = self.chosen.only
+                jobs += [(shape, causal, what) for what in cell.passes()]
+        return warm, jobs
 
     def place(self, cell: tuple[str, bool]) -> dict[str, str]:
         return {"shape": cell[0], "mask": "causal" if cell[1] else "full"}

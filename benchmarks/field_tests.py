@@ -2,12 +2,12 @@
 
     python benchmarks/field_tests.py TESTS [--wheels FOLDER] [--budget 220] [--jobs 12] [--seed 0] [--output FOLDER/cases.csv]
 
-TESTS is the folder `tests` of flash-attention, fetched for the run (2.8.4 is the version whose names we speak); FOLDER holds
-wheels that the tests import and this Python lacks (einops, pytest). `flashtile.compat.install("flash_attn")` is all that
-stands between the tests and us: nothing else is replaced. Test functions are called with values drawn from their own
-`parametrize` marks. A draw fixes what kernels are compiled for, and then runs several lengths; a process keeps its draws, so
-that each kernel is compiled by one. Writes a line for each case as soon as it is done, and counts.csv beside it at the end;
-prints counts and every failure.
+TESTS is the folder `tests` of flash-attention, or `hopper` with those of version 3, fetched for the run (2.8.4 is the version
+whose names we speak); FOLDER holds wheels that the tests import and this Python lacks (einops, pytest).
+`flashtile.compat.install` is all that stands between the tests and us: nothing else is replaced. Test functions are called
+with values drawn from their own `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several
+lengths; a process keeps its draws, so that each kernel is compiled by one. Writes a line for each case as soon as it is done,
+and counts.csv beside it at the end; prints counts and every failure.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.experiment import Experiment, main_of
 from benchmarks.record import STARTED, Record, at_least_one, is_lost
 
+# By folder: the libraries whose names stand for us.
+LIBRARIES = {"tests": ("flash_attn",), "hopper": ("flash_attn", "flash_attn_interface")}
 # Of each test how many draws, and at most how many cases of each.
-DRAWS: dict[str, dict[str, tuple[int, int]]] = {
+VERSION_2: dict[str, dict[str, tuple[int, int]]] = {
     "test_flash_attn.py": {
         "test_flash_attn_output": (60, 12),
         "test_flash_attn_varlen_output": (44, 12),
@@ -78,6 +80,16 @@ DRAWS: dict[str, dict[str, tuple[int, int]]] = {
     },
     "ops/test_fused_dense.py": {"test_fused_linear_bias": (8, 1), "test_fused_mlp": (24, 1)},
 }
+VERSION_3: dict[str, dict[str, tuple[int, int]]] = {
+    "test_flash_attn.py": {
+        "test_flash_attn_output": (40, 8),
+        "test_flash_attn_varlen_output": (30, 8),
+        "test_flash_attn_kvcache": (60, 6),
+        "test_flash_attn_combine": (24, 4),
+        "test_flash_attn_varlen_combine_linearize": (1, 1),
+    },
+}
+DRAWS = {"tests": VERSION_2, "hopper": VERSION_3}
 LENGTHS = ("seqlen", "seqlen_q,seqlen_k", "swap_sq_sk", "kvpacked")  # axes that ask for few other kernels, or none
 LAST_SECONDS = 15.0  # kept for a last case and the report
 SLOWEST_START = 25.0  # seconds; after so long before its deadline a process begins no new draw
@@ -99,10 +111,10 @@ def assigned(axes: list[tuple[str, list[Any]]], values: tuple[Any, ...]) -> dict
     return made
 
 
-def draw(file: str, name: str, test: Any, seed: int) -> list[list[Case]]:
-    """Draws of a test, each a list of cases."""
+def draw(file: str, name: str, test: Any, seed: int, counts: tuple[int, int]) -> list[list[Case]]:
+    """Draws of a test, each a list of cases; counts: how many, and of each at most so many."""
     dice = random.Random(f"{seed} {file} {name}")
-    draws, most = DRAWS[file][name]
+    draws, most = counts
     axes = axes_of(test)
     fixed, free = ([a for a in axes if (a[0] in LENGTHS) is wanted] for wanted in (False, True))
     lengths = list(itertools.product(*(values for _, values in free)))
@@ -160,14 +172,16 @@ def work(chosen: argparse.Namespace) -> None:
     from flashtile.compat import install
 
     ends = STARTED + chosen.budget - LAST_SECONDS
-    install("flash_attn")
+    for library in LIBRARIES[chosen.tests.name]:
+        install(library)
+    sys.path.append(str(chosen.tests))  # what tests share
     tests = modules(chosen.tests, chosen.file)
     draws = [
         cases
         for file in chosen.file
-        for name in DRAWS[file]
+        for name, counts in DRAWS[chosen.tests.name][file].items()
         if chosen.only in name
-        for cases in draw(file, name, getattr(tests[file], name), chosen.seed)
+        for cases in draw(file, name, getattr(tests[file], name), chosen.seed, counts)
     ]
     random.Random(chosen.seed).shuffle(draws)
     printed = os.dup(1)
@@ -240,9 +254,9 @@ class FieldTests(Experiment[Path]):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("tests", type=Path, help="folder `tests` of flash-attention")
+        parser.add_argument("tests", type=Path, help="folder `tests` or `hopper` of flash-attention")
         parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
-        parser.add_argument("--file", nargs="+", default=list(DRAWS), choices=list(DRAWS))
+        parser.add_argument("--file", nargs="+", default=[], choices=list(VERSION_2), help="by default all")
         parser.add_argument("--only", default="", help="tests whose names have this in them")
         parser.add_argument("--jobs", type=at_least_one, default=12)
         parser.add_argument("--seed", type=int, default=0)
@@ -250,6 +264,9 @@ class FieldTests(Experiment[Path]):
 
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        if chosen.tests.name not in DRAWS:
+            parser.error(f"TESTS is {chosen.tests}; it must be a folder named {' or '.join(DRAWS)}")
+        chosen.file = [file for file in chosen.file or DRAWS[chosen.tests.name] if file in DRAWS[chosen.tests.name]]
         missing = [file for file in chosen.file if not (chosen.tests / file).exists()]
         wheels = sorted(chosen.wheels.resolve().glob("*.whl")) if chosen.wheels else []
         if missing or (chosen.wheels and not wheels):

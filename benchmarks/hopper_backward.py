@@ -76,6 +76,9 @@ VARIANTS = {
     "128-deterministic": Variant(128, D128, True),
     "128-joined": Variant(128, replace(D128, joined=True, stages_dout=3)),
     "128-split": Variant(128, D128, True, True),
+    "96": Variant(96, D128),
+    "96-narrow": Variant(96, replace(D128, narrow=True)),
+    "96-narrow-deterministic": Variant(96, replace(D128, narrow=True), True),
     "256": Variant(256, D256),
     "256-launched": Variant(256, replace(D256, resident=False)),
     "256-deterministic": Variant(256, D256, True),
@@ -95,7 +98,7 @@ LIMITS = {"bf16": 1.2e-2, "fp16": 2e-3}  # of a gradient's norm: twice what roun
 
 # batch x seqlen x heads, by head dim; each with and without a causal mask
 TIMED = {
-    64: ("4x4096x32", "16x1024x32"), 128: ("4x4096x16", "16x1024x16"),
+    64: ("4x4096x32", "16x1024x32"), 96: ("4x4096x16", "16x1024x16"), 128: ("4x4096x16", "16x1024x16"),
     192: ("4x4096x16", "16x1024x16"), 256: ("4x4096x8", "16x1024x8"),
 }  # fmt: skip
 VALUES = {192: 128}  # head dims of values that are not those of keys

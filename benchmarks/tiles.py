@@ -21,7 +21,7 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.experiment import Judged, main_of
 from benchmarks.processes import Failure, in_processes
-from benchmarks.record import Record, machine, need_gpu, options
+from benchmarks.record import Record, need_gpu
 from flashtile import NotSupported, dispatch
 from flashtile.fuzz import tiles as choosable
 from flashtile.fuzz.case import Case
@@ -280,56 +281,85 @@ def row_of(meeting: Meeting, case: Case) -> dict[str, Any]:
     return {"section": "tiles", **asdict(meeting), "case": case.spell()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=[n for n in NAMED if n != "cpu"], help="plan for it and write the rows, run nothing")
-    parser.add_argument("--backend", nargs="+", choices=[b.name for b in dispatch.BACKENDS if b.name != "cpu"],
-                        default=["triton", "hopper"])  # fmt: skip
-    parser.add_argument("--dtype", nargs="+", choices=KINDS, default=list(KINDS), help="16-bit dtypes, fp32's precisions")
-    parser.add_argument("--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about")
-    parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
-    parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
-    parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="CSV", help="rows of earlier runs, left out")
-    options(parser, "benchmarks/results/tiles.csv", 1200)
-    chosen = parser.parse_args()
-    part, _, parts = chosen.part.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        parser.error(f"--part is {chosen.part}; it must be like 1/4")
-    if chosen.list is None:
-        need_gpu(parser)
-    device = device_of(torch.device("cuda", 0)) if chosen.list is None else named(chosen.list)
-    about = machine(torch.device("cuda", 0), chosen.commit) if chosen.list is None else {"device": device.name}
-    begun = time.monotonic()
-    shown = shown_by(chosen.known, VERSION)
-    if chosen.list is not None and chosen.known:
-        return tell(chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together), shown, VERSION)
-    record = Record(chosen.output, chosen.budget, about)
-    made = chosen_cases(chosen.backend, chosen.dtype, device, record.ends, chosen.together)
-    print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
-    missing = unmet(made, device)
-    print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
-    made = {case: [m for m in found if chosen.only in str(row_of(m, case))] for case, found in made.items()}
-    made = needed(made, shown)
-    cases = list(made)[int(part) - 1 :: int(parts)]
-    print(f"{sum(len(made[case]) for case in cases)} of them in {len(cases)} cases are to be run", flush=True)
-    if chosen.list is not None:
-        for case in cases:
-            for meeting in made[case]:
-                record.add(row_of(meeting, case))
-        return record.end()
-    left = {case.spell(): case for case in cases}
-    for (line,), answer in in_processes(judged, [(case.spell(),) for case in cases], record.ends):
-        case = left.pop(line)
-        status, text, ratio = ("wrong", answer.text, float("inf")) if isinstance(answer, Failure) else answer
+class Tiles(Judged):
+    """A cell is the line of a case. What it meets is planned first, for a GPU that need not be there."""
+
+    output, budget_s, gpu = "benchmarks/results/tiles.csv", 1200, False  # --list needs none
+    judge = staticmethod(judged)
+    made: Meetings
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--list", choices=[n for n in NAMED if n != "cpu"], help="plan for it and write the rows, run nothing"
+        )
+        parser.add_argument("--backend", nargs="+", choices=[b.name for b in dispatch.BACKENDS if b.name != "cpu"],
+                            default=["triton", "hopper"])  # fmt: skip
+        parser.add_argument("--dtype", nargs="+", choices=KINDS, default=list(KINDS), help="16-bit dtypes, fp32's precisions")
+        parser.add_argument(
+            "--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about"
+        )
+        parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
+        parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
+        parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="CSV", help="rows of earlier runs, left out")
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        part, _, parts = chosen.part.partition("/")
+        if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+            parser.error(f"--part is {chosen.part}; it must be like 1/4")
+        if chosen.list is None:
+            need_gpu(parser)
+        elif chosen.known:
+            return tell(cls(chosen).planned(), shown_by(chosen.known, VERSION), VERSION)
+        return None
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def machine(self) -> Mapping[str, str]:
+        return super().machine() if self.chosen.list is None else {"device": named(self.chosen.list).name}
+
+    def planned(self) -> Meetings:
+        """All cases, with what they meet."""
+        chosen, device = self.chosen, device_of(self.device()) if self.chosen.list is None else named(self.chosen.list)
+        begun = time.monotonic()
+        made = chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together)
+        print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
+        missing = unmet(made, device)
+        print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
+        return made
+
+    def cells(self) -> list[tuple[str]]:
+        part, _, parts = self.chosen.part.partition("/")
+        only = {c: [m for m in found if self.chosen.only in str(row_of(m, c))] for c, found in self.planned().items()}
+        made = needed(only, shown_by(self.chosen.known, VERSION))
+        self.made = {case: made[case] for case in list(made)[int(part) - 1 :: int(parts)]}
+        print(f"{sum(map(len, self.made.values()))} of them in {len(self.made)} cases are to be run", flush=True)
+        return [(case.spell(),) for case in self.made]
+
+    def run(self, record: Record) -> None:
+        if self.chosen.list is None:
+            return super().run(record)
+        for (line,) in self.cells():
+            self.write_rows(line, {}, record)
+
+    def write(self, cell: tuple[str], made: Any, record: Record) -> None:
+        status, text, ratio = ("wrong", made.text, float("inf")) if isinstance(made, Failure) else made
         if status == "wrong":
-            print(f'FAILED flashtile fuzz --repeat "{line}": {text}', flush=True)
-        for meeting in made[case]:
-            note = "" if status in ("right", "wrong") else text
-            record.add({**row_of(meeting, case), "status": status, "ratio": f"{ratio:.3g}", "note": note,
-                        "failure": text if status == "wrong" else ""})  # fmt: skip
-    for line in left:
-        record.leave(line)
-    return record.end()
+            print(f'FAILED flashtile fuzz --repeat "{cell[0]}": {text}', flush=True)
+        note, failure = "" if status in ("right", "wrong") else text, text if status == "wrong" else ""
+        self.write_rows(cell[0], {"status": status, "ratio": f"{ratio:.3g}", "note": note, "failure": failure}, record)
+
+    def write_rows(self, line: str, result: dict[str, str], record: Record) -> None:
+        """A row of everything that the case meets."""
+        case = Case.parse(line)
+        for meeting in self.made[case]:
+            record.add({**row_of(meeting, case), **result})
+
+
+def main() -> int:
+    return main_of(Tiles)
 
 
 if __name__ == "__main__":

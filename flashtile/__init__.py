@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashtile import compat, distributed, integrations, jax, nn, ops  # noqa: F401  lazy, as the names below are
     from flashtile.errors import InvalidProblem, NotSupported
     from flashtile.explanation import explain
+    from flashtile.features.masks.chunked import Chunked
     from flashtile.features.masks.dilated import Dilated
     from flashtile.features.masks.document import Document
     from flashtile.features.masks.key_padding import KeyPadding
@@ -51,6 +52,7 @@ _HOMES = {
     "Bias": ".features.scores.bias",
     "Blocks": ".torch.api.blocks",
     "Captured": ".problem.score",
+    "Chunked": ".features.masks.chunked",
     "Dilated": ".features.masks.dilated",
     "Document": ".features.masks.document",
     "Dropout": ".problem.dropout",
@@ -93,6 +95,7 @@ __all__ = [
     "Bias",
     "Blocks",
     "Captured",
+    "Chunked",
     "Dilated",
     "Document",
     "Dropout",

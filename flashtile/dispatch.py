@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.cpu.backend import BACKEND as CPU
 from flashtile.kernels.portable.backend import BACKEND as TRITON
@@ -14,6 +16,7 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem
 from flashtile.problem.options import Variant
 
+AnyProblem = AttentionProblem | CachedProblem | AppendProblem
 ALL = Gradients()
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, CPU)
 HOPPER.repairs = TRITON
@@ -26,23 +29,32 @@ def backend_named(name: str) -> Backend:
     raise InvalidProblem(f"backend is {name!r}; it must be one of {', '.join(b.name for b in BACKENDS)}.")
 
 
+def first_of(
+    backends: tuple[Backend, ...], against: Callable[[Backend], list[str]], asked: AnyProblem, device: Device, what: str = ""
+) -> Backend:
+    """The first of these against which there is no reason. It remembers nothing, so that sizes may be unknown.
+
+    Raises NotSupported with everybody's reasons, which names the problem that was `asked` for and `what` of it.
+    """
+    reasons: dict[str, list[str]] = {}
+    for backend in backends:
+        reasons[backend.name] = against(backend)
+        if not reasons[backend.name]:
+            return backend
+    raise NotSupported(f"{what}{asked.spell()} on {device.target}", reasons)
+
+
+def _candidates(backend: str | None) -> tuple[Backend, ...]:
+    return BACKENDS if backend is None else (backend_named(backend),)
+
+
 @remembered(4096, "backends")
 def select(problem: AttentionProblem, device: Device, backend: str | None = None, variant: Variant | None = None) -> Backend:
     """The first backend that runs the problem's forward, or with a variant its backward, or the named one.
 
     Raises NotSupported with everybody's reasons.
     """
-    return first_of(BACKENDS if backend is None else (backend_named(backend),), problem, device, variant)
-
-
-def first_of(backends: tuple[Backend, ...], problem: AttentionProblem, device: Device, variant: Variant | None) -> Backend:
-    """As `select`, of these backends, and remembering nothing: for sizes that are not known too. Raises NotSupported."""
-    reasons: dict[str, list[str]] = {}
-    for backend in backends:
-        reasons[backend.name] = backend.unsupported(problem, device, variant)
-        if not reasons[backend.name]:
-            return backend
-    raise NotSupported(f"{problem.spell()} on {device.target}", reasons)
+    return first_of(_candidates(backend), lambda each: each.unsupported(problem, device, variant), problem, device)
 
 
 @remembered(4096, "plans of forwards")
@@ -64,14 +76,13 @@ def plan_backward(
 @remembered(4096, "plans of other passes")
 def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: Direction, backend: str | None = None) -> Plan:
     """The first backend's plan of one of PASSES, or the named one's. Raises NotSupported with everybody's reasons."""
-    (what, missing), reasons = PASSES[name], dict[str, list[str]]()
-    for candidate in BACKENDS if backend is None else (backend_named(backend),):
-        offered = candidate.passes.get(name)
-        found = candidate.unsupported(problem, device)
-        reasons[candidate.name] = found + (offered.unsupported(problem, device, direction) if offered else [missing])
-        if offered and not reasons[candidate.name]:
-            return offered.plan(problem, device, direction)
-    raise NotSupported(f"{what} of {problem.spell()} on {device.target}", reasons)
+    what, missing = PASSES[name]
+
+    def against(each: Backend) -> list[str]:
+        offered = each.passes.get(name)
+        return each.unsupported(problem, device) + (offered.unsupported(problem, device, direction) if offered else [missing])
+
+    return first_of(_candidates(backend), against, problem, device, f"{what} of ").passes[name].plan(problem, device, direction)
 
 
 @remembered(4096, "plans of forwards with statistics")
@@ -90,20 +101,6 @@ def plan_cached(problem: CachedProblem | AppendProblem, device: Device, backend:
 
     Raises NotSupported with everybody's reasons.
     """
-    candidates = BACKENDS if backend is None else (backend_named(backend),)
-    return first_cached(candidates, problem, device, problem).cached(problem, device)
-
-
-def first_cached(
-    backends: tuple[Backend, ...], problem: CachedProblem | AppendProblem, device: Device, asked: CachedProblem | AppendProblem
-) -> Backend:
-    """The first of these that runs it, remembering nothing: for sizes that are not known too.
-
-    Raises NotSupported, which names the problem that was `asked` for.
-    """
-    reasons: dict[str, list[str]] = {}
-    for backend in backends:
-        reasons[backend.name] = backend.unsupported_cached(problem, device)
-        if not reasons[backend.name]:
-            return backend
-    raise NotSupported(f"{asked.spell()} on {device.target}", reasons)
+    return first_of(_candidates(backend), lambda each: each.unsupported_cached(problem, device), problem, device).cached(
+        problem, device
+    )

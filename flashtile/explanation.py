@@ -8,21 +8,24 @@ from typing import Any, Literal
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.kernels.device.available import NO_TRITON
-from flashtile.plan.backend import Backend, Gradients
+from flashtile.plan.backend import Backend, Direction, Gradients
 from flashtile.plan.call import HostCall, KernelCall, Plan
 from flashtile.plan.device import CARDS, NAMED, Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem, why_split
 from flashtile.problem.dtype import DType
 from flashtile.problem.options import DEFAULT, Options
+from flashtile.problem.statistics import Wish, wish_of
 from flashtile.triton_glue import language as _triton
 
 AXES = ("batch", "row", "head")  # of q, k and v; the last axis is head_dim
 
 ARGUMENTS = (
-    "problem", "k", "v", "device", "causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "options"
+    "problem", "k", "v", "device", "causal", "window", "mask", "score", "scale", "sink", "dropout", "return_lse", "returns",
+    "options",
 )  # fmt: skip
 SCALES = {"q_scale", "k_scale", "v_scale"}
+STATISTICS = {"max_logit": "peak", "entropy": "entropy"}  # of rows, by the names of buffers
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 
 # Rate of fp32 products against the 16-bit peak: TF32 runs at half of it on every device in NAMED, and "tf32x3" takes
@@ -42,6 +45,7 @@ class Explanation:
     backward: Plan
     refusals: dict[str, tuple[str, ...]]  # other backend -> why it does not run this
     layout: tuple[str, ...] = ()
+    statistics: tuple[tuple[str, Plan], ...] = ()  # which, and the plan that makes them, beside out or behind it
 
     def __str__(self) -> str:
         lines = [self.problem.spell(), f"on {_name(self.device)}"]
@@ -52,6 +56,8 @@ class Explanation:
             f"backward: {', '.join(w for w in ways if w)}",
             *_pass_lines(self.backward, self.problem, self.device, "backward"),
         ]
+        for what, plan in self.statistics:
+            lines += ["", f"{what}: {plan.backend}", *(f"  {line}" for line in (*map(_call_line, plan.calls), *plan.notes))]
         if self.refusals:
             lines += ["", "other backends", *(f"  {name}: {line}" for name, why in self.refusals.items() for line in why)]
         if self.layout:
@@ -119,6 +125,7 @@ def explain(
     sink: Any = None,
     dropout: Any = None,
     return_lse: bool = False,
+    returns: Any = None,
     options: Options | None = None,
     **lengths: Any,
 ) -> Explanation | CachedExplanation:
@@ -128,13 +135,16 @@ def explain(
         `attention`, or by a `PagedCache` and those of its `attention`.
     lengths: seqused_q and seqused_k as `attention` takes them, or with cu_seqlens_q the lengths of `attention_varlen`; and
         q_scale, k_scale, v_scale.
+    returns: statistics, as `attention` takes them, which a problem's spelling does not say.
     device: a `Device`, an architecture ("sm90") or a name ("H100"); the tensors' own, or this machine's, by default.
 
     Raises InvalidProblem and NotSupported as `attention` would. Needs PyTorch for tensors only. Without Triton (macOS,
     Windows) it says which backend of a GPU would run, and what the problem costs, but not its kernels and tiles.
     """
     asked = dict(causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, return_lse=return_lse)
-    cached = _over_a_cache((problem, k, v), dropout, {**asked, **lengths}, options, device)
+    wish = None if returns is None else wish_of(returns)
+    cached = _over_a_cache((problem, k, v), dropout, {**asked, **lengths, **({} if wish is None else {"returns": returns})},
+                           options, device)  # fmt: skip
     if cached is not None:
         return cached
     check_names("explain", lengths, LENGTHS | SCALES, ARGUMENTS)
@@ -186,7 +196,34 @@ def explain(
         backward,
         {b.name: _refusal(b, described, place, options, chosen) for b in dispatch.BACKENDS if b is not chosen},
         (*gathered, *_copies(forward, layout), *_layout_notes(layout, forward.backend)) if layout else (),
+        () if wish is None or without is not None else _statistics(wish, described, place, options.backend),
     )
+
+
+def _statistics(wish: Wish, problem: AttentionProblem, place: Device, backend: str | None) -> tuple[tuple[str, Plan], ...]:
+    """What makes the statistics that are wished for. Raises NotSupported."""
+    asked, found = {"max_logit": wish.max_logit, "entropy": wish.entropy}, list[tuple[str, Plan]]()
+    rows = frozenset(STATISTICS[name] for name, there in asked.items() if there)
+    named = ", ".join(name for name, there in asked.items() if there)
+    without = replace(problem, dropout=None)
+    if rows:
+        plan = dispatch.plan_watched(problem, place, rows, backend) if problem.dropout is None else None
+        if plan is not None:
+            found.append((f"{named}, beside out", plan))
+        else:
+            plan = dispatch.plan_pass("statistics", without, place, Direction(wanted=rows), backend)
+            found.append((f"{named}, behind the forward", plan))
+    if wish.mass:
+        direction = Direction(wanted=frozenset({"mass"}), last=wish.last)
+        found.append(("mass, behind the forward", dispatch.plan_pass("statistics", without, place, direction, backend)))
+    if wish.entropy:
+        try:
+            plan = dispatch.plan_pass("entropy", without, place, Direction(wanted=frozenset("qk")), backend)
+            found.append(("the entropy's gradient", plan))
+        except NotSupported as refusal:  # which is raised where it is wanted
+            reasons = tuple(line for lines in refusal.reasons.values() for line in lines)
+            found.append(("the entropy's gradient", Plan(without, "none", "", (), (), reasons)))
+    return tuple(found)
 
 
 def _over_a_cache(
@@ -283,7 +320,8 @@ def _pass_lines(plan: Plan, problem: AttentionProblem, device: Device, direction
 
 def _call_line(call: KernelCall | HostCall) -> str:
     if isinstance(call, HostCall):
-        return f"PyTorch: {call.function.__module__.rpartition('.')[2]}.{call.function.__name__}"
+        function: Any = getattr(call.function, "func", call.function)  # of a partial
+        return f"PyTorch: {function.__module__.rpartition('.')[2]}.{function.__name__}"
     name = getattr(call.kernel, "fn", call.kernel).__name__
     return f"{name}: grid {'x'.join(map(str, call.grid))}, warps {call.num_warps}, stages {call.num_stages}"
 

@@ -309,7 +309,7 @@ class Memory:
 
 
 class Abreast(Memory):
-    """Tiles of a buffer as one tile of all their columns, for the matrix unit alone: what it shows is a copy."""
+    """Tiles of a buffer as one tile of all their columns; what it shows is a copy, what is stored goes into the tiles."""
 
     def __init__(self, tiles: torch.Tensor, turned: bool = False):
         self.tiles, self.turned = tiles, turned
@@ -322,6 +322,15 @@ class Abreast(Memory):
     def permute(self, order: Sequence[int]) -> Memory:
         assert tuple(order) == (1, 0)
         return Abreast(self.tiles, not self.turned)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
+        assert dim == 0
+        assert not self.turned
+        return Abreast(self.tiles[:, start : start + length])
+
+    def store(self, value: torch.Tensor) -> None:
+        for tile, columns in zip(self.tiles, value.chunk(len(self.tiles), 1), strict=True):
+            Memory(tile).store(columns)
 
     def extent(self) -> tuple[int, int]:
         return _extent(self.tiles)

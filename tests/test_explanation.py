@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import InvalidProblem, NotSupported, Options, Softcap
+from flashtile import InvalidProblem, Mass, NotSupported, Options, Softcap
 from flashtile.plan.device import A100, H100
 from flashtile.problem.dtype import DType
 
@@ -144,3 +144,23 @@ def test_the_words_of_every_tile_are_in_the_glossary() -> None:
     assert len(told) > 15
     text = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
     assert told - set(re.findall(r"`([^`]+)`", text)) == set()
+
+
+def test_statistics_are_explained() -> None:
+    told: Any = flashtile.explain
+    problem, asked = "attention(q=1x512x4x64,kv=512x4x64,bf16,band=:0)", ("lse", "max_logit", "entropy", Mass(last=64))
+    made = dict(told(problem, device="H100", returns=asked).statistics)
+    found = {what: len(plan.calls) for what, plan in made.items()}
+    assert found == {"max_logit, entropy, beside out": 1, "mass, behind the forward": 1, "the entropy's gradient": 2}
+    on_cpu = told(problem, device="cpu", returns="max_logit", options=Options(backend="cpu"))
+    assert "max_logit, behind the forward: cpu" in str(on_cpu)
+    assert "attention_mass" in str(told(problem, device="H100", returns=Mass()))
+    assert not told(problem, device="H100", returns="lse").statistics
+    dropped = told(problem.replace("bf16", "bf16,dropout=0.1"), device="H100", returns="max_logit").statistics
+    assert [what for what, _ in dropped] == ["max_logit, behind the forward"]
+    bias = told(problem.replace("band=:0", "score=bias(1x4x512x512:bf16:grad)"), device="H100", returns="entropy")
+    assert "the entropy's gradient by bias's tensor is not implemented" in str(bias)
+    with pytest.raises(InvalidProblem, match="returns has 'logit'"):
+        told(problem, device="H100", returns="logit")
+    with pytest.raises(InvalidProblem, match="returns is given besides a problem"):
+        told("cached(attention(q=2x1x8x64,kv=1024x2x64,bf16,used=k),pages=128x16x64)", device="H100", returns="lse")

@@ -28,8 +28,8 @@ API: dict[str, tuple[str, tuple[Part, ...]]] = {
         "InvalidProblem", "NotSupported", "cache_info", "cache_clear",
     )),)),
     "masks": ("Masks and score modifiers", (Part("", "flashtile", (
-        "Band", "Document", "Prefix", "Dilated", "TopLeft", "Tree", "KeyPadding", "Stored", "Blocks", "Predicate", "Softcap",
-        "Alibi", "Bias", "Score", "Captured", "Position",
+        "Band", "Document", "Prefix", "Chunked", "Dilated", "TopLeft", "Tree", "KeyPadding", "Stored", "Blocks", "Predicate",
+        "Softcap", "Alibi", "Bias", "Score", "Captured", "Position",
     )),)),
     "caches": ("Caches and merging", (Part("", "flashtile", ("attention_cached", "append_to_cache", "PagedCache", "merge")),)),
     "ranks": ("Sequences that ranks share", (Part("", "flashtile.distributed", (
@@ -101,8 +101,8 @@ COMPAT = {
         "flash_attn", "flash_attn_passes", "flash_attn_1", "blocksparse", "flash_attn_3", "flash_attn_4",
         "bert_padding", "mha", "rotary", "cross_entropy", "layer_norm", "fused_dense",
     )),
-    "compat-inference": ("flashinfer's, ring-flash-attn's and jvp_flash_attention's names", (
-        "flashinfer", "ring_flash_attn", "jvp_flash_attention",
+    "compat-inference": ("flashinfer's, FlashMLA's, ring-flash-attn's and jvp_flash_attention's names", (
+        "flashinfer", "flashinfer_mla", "flash_mla", "ring_flash_attn", "jvp_flash_attention",
     )),
 }  # fmt: skip
 

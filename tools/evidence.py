@@ -55,6 +55,7 @@ def traits(p: AttentionProblem, direction: Direction, variant: str = "") -> froz
         "predicates": bool(p.where),
         "blocks": p.blocks is not None,
         "stored": p.stored is not None,
+        "fp8 products": p.stored is not None and p.stored.queries is not None,
         **{f"score {spec.kind.name}": True for spec in p.score},
     }
     if direction == "backward":

@@ -111,7 +111,7 @@ def slower(folder: Path) -> str:
     results = [r for r in read_bench(folder / "cpu-xeon.csv") if r.direction == "backward" and r.dtype != "fp32"]
     ratios = [r for row in report.grouped(results) if (r := report.ratio(row)) is not None]
     add("16-bit backward on a CPU", _mean(ratios), "PyTorch's own", results, "Intel Xeon")
-    rows = [row for row in read(folder / "cached-hopper-sums-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
     of_one, of_pages = (
         [float(row["of_best"]) for row in rows if row["provider"] == f"flashtile/{kind}"] for kind in ("contiguous", "16")
     )

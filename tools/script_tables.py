@@ -28,14 +28,22 @@ FILES = {  # file -> what its rows are
     "time over ours, `of_best`: the best peer's.",
     "cached-hopper-h200": "The same by Hopper's kernel, beside the portable one (`triton` in a name) and with other tiles.",
     "cached-hopper-sums-h200": "Hopper's kernel since a block adds its parts up (lab, decoding 2): `benchmarks/cached.py`.",
+    "cached-hopper-cells-h200": "The same at the next commit, with 64 x 8192: `benchmarks/cached.py`.",
+    "cached-hopper-variants-h200": "Variants of the sum of parts (lab, decoding 4 and 5): `benchmarks/cached.py --sets`. The "
+    "first row of a cell is a choice that is gone: 16 loads under way, where 8 are now (`MANY_LOADS=8`).",
+    "cached-hopper-e4m3-h200": "Caches of e4m3 by Hopper's kernel, beside the portable one and bf16 (lab, decoding 6): "
+    "`benchmarks/cached.py --backends triton hopper`.",
+    "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
-    "derivatives-h200": "Tangents and double backwards beside a forward and a backward: `benchmarks/derivatives.py`, before "
-    "tiles of 64 columns were chosen by time.",
+    "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: `benchmarks/derivatives.py`; "
+    "of 16,384 tokens before tiles of 64 columns were chosen by time and rows were loaded at once.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two.",
+    "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this build's time over the "
+    "other's; `spread`: how far the other's rounds lie apart. `costs-exact-delta`: with `Options(delta=\"exact\")` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what must be known of its rows
@@ -126,7 +134,7 @@ def shares(folder: Path) -> str:
 
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = [row for row in read(folder / "cached-hopper-sums-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest, refuse
+from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest
 from flashtile.compat.flash_attn_cache import attend_packed
 from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from flashtile.compat.probabilities import dropout_signs
@@ -115,14 +115,6 @@ def flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=most[0], max_seqlen_k=most[1], **how
         ), (q, kv), (cu_seqlens_q, cu_seqlens_k), most,
     )  # fmt: skip
-
-
-def refuse_pages(name: str, table: Any) -> None:
-    """Raise NotSupported where keys lie in pages."""
-    refuse(
-        name,
-        {"a table of pages is given; flash_attn_varlen_func and flash_attn_with_kvcache read one": table is not None},
-    )
 
 
 def answer(

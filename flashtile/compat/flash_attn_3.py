@@ -1,7 +1,8 @@
 """flash-attention 3: the functions of its module `flash_attn_interface`.
 
-Its rules: those of version 2, but lse -inf where a query sees no key, and return_attn_probs gives (out, lse). pack_gqa and
-num_splits 0 or 1 are hints that change no result. q, k and v in e4m3 are multiplied so, times their descales; out is bfloat16.
+Its rules: those of version 2, but lse -inf where a query sees no key, and return_attn_probs gives (out, lse). attention_chunk:
+a query sees keys of its own chunk alone. pack_gqa and num_splits are hints that change no result. q, k and v in e4m3 are
+multiplied so, times their descales; out is bfloat16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from flashtile.compat.descale import attend_descaled
 from flashtile.compat.flash_attn_cache import Cache, Descales, Fresh, attend
 from flashtile.compat.flash_attn_passes import backward_pass
 from flashtile.errors import InvalidProblem
+from flashtile.features.masks.chunked import Chunked
+from flashtile.problem.mask import Band
+from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_qkvpacked, attention_varlen
 from flashtile.torch.call.lengths import given_lengths
@@ -30,8 +34,8 @@ def flash_attn_func(
     pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """out, or (out, lse). q: (batch, seqlen_q, heads, head_dim); lse: (batch, heads, seqlen_q). v's head_dim may be another."""
-    _refuse("flash_attn_func", qv, attention_chunk, num_splits, sm_margin)
-    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    _refuse("flash_attn_func", qv, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic, mask=chunks(attention_chunk))
     how = dict(return_lse=return_attn_probs, **asked.arguments())
     return attend_descaled(attention, (q, k, v), (q_descale, k_descale, v_descale), how)
 
@@ -45,8 +49,8 @@ def flash_attn_qkvpacked_func(
     """As `flash_attn_func`; qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, heads of q, k and v,
     head_dim).
     """
-    _refuse("flash_attn_qkvpacked_func", None, attention_chunk, 1, sm_margin)
-    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    _refuse("flash_attn_qkvpacked_func", None, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic, mask=chunks(attention_chunk))
     how = dict(return_lse=return_attn_probs, **asked.arguments())
     if qkv.dtype is torch.float8_e4m3fn:
         heads_kv = 0 if num_heads_q is None else (qkv.shape[2] - num_heads_q) // 2
@@ -65,8 +69,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """As `flash_attn_func`, of items one after another: q (total_q, heads, head_dim), lse (heads, total_q)."""
-    _refuse("flash_attn_varlen_func", qv, attention_chunk, num_splits, sm_margin)
-    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic)
+    _refuse("flash_attn_varlen_func", qv, sm_margin)
+    asked = Asked(softmax_scale, causal, window_size, softcap, None, deterministic, mask=chunks(attention_chunk))
     how = dict(
         max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k,
         return_lse=return_attn_probs, **asked.arguments(),
@@ -87,7 +91,7 @@ def _flash_attn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse, two empty tensors), without a graph; dense, or with both cu_seqlens of items one after another."""
     name = "_flash_attn_forward"
-    _refuse(name, qv, attention_chunk, num_splits, sm_margin)
+    _refuse(name, qv, sm_margin)
     descales = q_descale, k_descale, v_descale
     cached = dict(
         k_new=k_new, v_new=v_new, cu_seqlens_k_new=cu_seqlens_k_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
@@ -97,7 +101,8 @@ def _flash_attn_forward(
     refuse(name, {f"{key} is given; flash_attn_with_kvcache is what reads a cache": value is not None
                   for key, value in cached.items()})  # fmt: skip
     _refuse_mixed(name, cu_seqlens_q, cu_seqlens_k)
-    asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    window = window_size_left, window_size_right
+    asked = Asked(softmax_scale, causal, window, softcap, mask=chunks(attention_chunk))
     how: Any = dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=True, **asked.arguments())
     with torch.no_grad():
         if cu_seqlens_q is None:
@@ -116,7 +121,7 @@ def _flash_attn_backward(
     softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """sum(dout * out), float32 and as lse lies, after writing the gradients to dq, dk and dv where given."""
-    _refuse("_flash_attn_backward", None, 0, 1, sm_margin)
+    _refuse("_flash_attn_backward", None, sm_margin)
     _refuse_mixed("_flash_attn_backward", cu_seqlens_q, cu_seqlens_k)
     asked = Asked(softmax_scale, is_causal, (window_size_left, window_size_right), softcap, None, deterministic)
     given = given_lengths(
@@ -163,15 +168,18 @@ def flash_attn_with_kvcache(
     scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass. A cache may be e4m3, beside
     q of 16 bits or e4m3, whose out is bfloat16; q_descale, k_descale, v_descale: float32 (batch, heads_kv).
     """
-    _refuse("flash_attn_with_kvcache", qv, attention_chunk, 1, sm_margin)
+    _refuse("flash_attn_with_kvcache", qv, sm_margin)
     cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
-    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap), num_splits, cu_seqlens_q,
-                      Descales(q_descale, k_descale, v_descale))  # fmt: skip
+    asked = Asked(softmax_scale, causal, window_size, softcap, mask=chunks(attention_chunk))
+    out, lse = attend(q, cache, fresh, asked, num_splits, cu_seqlens_q, Descales(q_descale, k_descale, v_descale))
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(batch_size: int, *args: Any, cache_seqlens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: torch.Tensor, *args: Any, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """An int32 tensor for `scheduler_metadata`, of zeros: nothing is scheduled ahead here, and nobody reads it."""
     return torch.zeros(4 * -(-batch_size // 4), dtype=torch.int32, device=cache_seqlens.device)
 
@@ -181,10 +189,16 @@ def _refuse_mixed(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None
                   (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
 
 
-def _refuse(name: str, qv: Any, attention_chunk: int, num_splits: int, sm_margin: int) -> None:
+def chunks(attention_chunk: Any) -> Any:
+    """attention_chunk as one of our masks; 0 is none."""
+    size = plain(attention_chunk)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidProblem(f"attention_chunk is {told(attention_chunk)}; it must be an int from 0 on.")
+    return Chunked(size) & Band(left=size - 1, right=size - 1) if size else None
+
+
+def _refuse(name: str, qv: Any, sm_margin: int) -> None:
     refuse(name, {
         "qv is given; scores have one product of a query and a key": qv is not None,
-        f"attention_chunk is {attention_chunk}; use flashtile.attention with a Document mask": attention_chunk != 0,
-        f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1),
         f"sm_margin is {sm_margin}; kernels use every multiprocessor": sm_margin != 0,
     })  # fmt: skip

@@ -1,8 +1,8 @@
 """flash-attention 4: the functions of `flash_attn.cute`.
 
 Its rules: windows are numbers, negative ones too, None is unbounded; (out, lse) always, lse None unless it is asked for, -inf
-where a query sees no key; the fourth argument is qv. pack_gqa, min_seqlen_k, disable_scheduler_metadata and num_splits 0 or 1
-are hints that change no result.
+where a query sees no key; the fourth argument is qv. pack_gqa, min_seqlen_k, disable_scheduler_metadata and num_splits are
+hints that change no result.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 
 from flashtile.compat.asked import longest, options, refuse
 from flashtile.compat.flash_attn_3 import flash_attn_combine, get_scheduler_metadata
+from flashtile.compat.flash_attn_cache import saying
 from flashtile.errors import InvalidProblem
 from flashtile.features.scores.softcap import Softcap
 from flashtile.problem.mask import Band
 from flashtile.problem.number import plain
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.cache.attention import attention_cached
 
 Tensor = torch.Tensor | None
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -32,7 +34,7 @@ def flash_attn_func(
     block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
 ) -> tuple[torch.Tensor, Tensor]:  # fmt: skip
     """(out, lse). q: (batch, seqlen_q, heads, head_dim); learnable_sink: (heads,), with its gradient."""
-    _refuse("flash_attn_func", num_splits, dict(
+    _refuse("flash_attn_func", dict(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
@@ -53,17 +55,24 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
 ) -> tuple[torch.Tensor, Tensor]:  # fmt: skip
     """As `flash_attn_func`, of items one after another, (total, heads, head_dim), or padded, (batch, seqlen, heads, head_dim)
-    with seqused. Queries and keys must lie alike.
+    with seqused. Keys may be padded beside queries that are not; with page_table, int32 (batch, columns), they are pages,
+    (pages, page_size, heads, head_dim), of any size, and seqlen_k_per_split, a multiple of 128, is where sums are parted.
     """
     name = "flash_attn_varlen_func"
-    _refuse(name, num_splits, dict(
-        qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-        scheduler_metadata=scheduler_metadata, seqlen_k_per_split=seqlen_k_per_split,
+    cached = page_table is not None or (cu_seqlens_q is not None and cu_seqlens_k is None)
+    _refuse(name, dict(
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        scheduler_metadata=scheduler_metadata, seqlen_k_per_split=None if cached else seqlen_k_per_split,
     ))  # fmt: skip
-    refuse(name, {"one of cu_seqlens_q and cu_seqlens_k is None; queries and keys must lie alike":
-                  (cu_seqlens_q is None) != (cu_seqlens_k is None)})  # fmt: skip
     how = _arguments(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
+    if cached:
+        others = (("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q))
+        refuse(name, {f"{called} is given beside keys of a cache; seqused_k is what says how many there are": given is not None
+                      for called, given in others})  # fmt: skip
+        return _over_a_cache((q, k, v), page_table, cu_seqlens_q, seqused_k, seqlen_k_per_split, return_lse, how)
+    refuse(name, {"cu_seqlens_q is None and cu_seqlens_k is not; padded queries have padded keys": cu_seqlens_k is not None
+                  and cu_seqlens_q is None})  # fmt: skip
     how |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
     if cu_seqlens_q is None:
         made = attention(q, k, v, **how)
@@ -71,6 +80,21 @@ def flash_attn_varlen_func(
         most = dict(max_seqlen_q=longest(max_seqlen_q), max_seqlen_k=longest(max_seqlen_k))
         made = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **most, **how)
     return made if return_lse else (made, None)
+
+
+def _over_a_cache(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: Tensor, cu_q: Tensor, used: Tensor, split: Any,
+    return_lse: bool, how: dict[str, Any],
+) -> tuple[torch.Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of queries over pages, or over padded keys, all of them where seqused_k is None."""
+    q, k, _ = three
+    if used is None:
+        batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        rows = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+        used = torch.full((batch,), rows, dtype=torch.int32, device=q.device)
+    with saying({"split": "seqlen_k_per_split", "page_table": "page_table" if page_table is not None else "k"}):
+        out, lse = attention_cached(*three, page_table, seqused_k=used, cu_seqlens_q=cu_q, split=split, return_lse=True, **how)
+    return out, lse if return_lse else None
 
 
 def _arguments(scale: Any, causal: bool, window_size: Any, sink: Tensor, softcap: float, deterministic: bool) -> dict[str, Any]:
@@ -86,10 +110,10 @@ def _arguments(scale: Any, causal: bool, window_size: Any, sink: Tensor, softcap
     return dict(mask=Band(left, right), score=score, scale=scale, sink=sink, options=options(deterministic))
 
 
-def _refuse(name: str, num_splits: int, given: dict[str, Any]) -> None:
+def _refuse(name: str, given: dict[str, Any]) -> None:
     why = {
         "qv": "scores have one product of a query and a key", "gather_kv_indices": "keys are read where they lie",
-        "page_table": "there is no paged key/value cache yet", "scheduler_metadata": "kernels make their own schedule",
+        "scheduler_metadata": "kernels make their own schedule",
         "seqlen_k_per_split": "keys are not split", "score_mod": "use flashtile.attention with a score modifier of your own",
         "score_mod_bwd": "use flashtile.attention with a score modifier of your own",
         "mask_mod": "use flashtile.attention with a Predicate of your own",
@@ -98,4 +122,4 @@ def _refuse(name: str, num_splits: int, given: dict[str, Any]) -> None:
     }  # fmt: skip
     reasons = {f"{key} is given; {why.get(key, 'it belongs to functions that cannot be called here')}": value is not None
                for key, value in given.items()}  # fmt: skip
-    refuse(name, {**reasons, f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1)})
+    refuse(name, reasons)

@@ -98,6 +98,11 @@ class Fresh:
         if (self.cos is None) != (self.sin is None):
             raise InvalidProblem("one of rotary_cos and rotary_sin is None; both or neither must be given.")
 
+    def widened(self) -> Fresh:
+        """Numbers of 8 bits as bfloat16, exactly: they are rotated so, and stored in 8 bits again."""
+        wide = {name: getattr(self, name) for name in ("k", "v", "cos", "sin")}
+        return replace(self, **{name: t.to(torch.bfloat16) for name, t in wide.items() if t is not None})
+
     def turned(self, tensor: torch.Tensor, starts: torch.Tensor, cu: Maybe, moves: bool) -> torch.Tensor:
         """The tensor rotated, item i's tokens by starts[i] and on, or where they do not move by starts[i]."""
         assert self.cos is not None
@@ -151,10 +156,7 @@ def attend(
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
         stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
         if q.dtype in STORED:
-            if fresh.cos is not None:
-                raise InvalidProblem(f"rotary_cos is given and q is {q.dtype}; rotate before numbers are brought to 8 bits.")
-            if fresh.k is not None and fresh.v is not None:
-                fresh = replace(fresh, k=fresh.k.to(torch.bfloat16), v=fresh.v.to(torch.bfloat16))
+            fresh = fresh.widened()
             stored = {}
         q = descales.widened(q, cache.k)
         check_pools(q, cache.k, cache.v, cu_q is not None)

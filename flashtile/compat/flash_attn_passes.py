@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import Asked, blind_rows_positive, drawn_rng_state, longest, refuse
-from flashtile.compat.flash_attn import refuse_pages
+from flashtile.compat.flash_attn_cache import attend_packed
 from flashtile.compat.probabilities import dropout_signs
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.attention import attention
@@ -50,14 +50,20 @@ def _flash_attn_varlen_forward(
     return_softmax: bool = False, block_table: Any = None, leftpad_k: Any = None, seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False, num_splits: int = 0,
 ) -> Made:  # fmt: skip
-    """As `_flash_attn_forward`, of items one after another. zero_tensors asks for what is so anyway: no element is left out."""
-    refuse_pages("_flash_attn_varlen_forward", block_table)
+    """As `_flash_attn_forward`, of items one after another; with block_table, int32 (batch, columns), k and v are pages, and an
+    item has seqused_k keys, or those of cu_seqlens_k. zero_tensors asks for what is so anyway: no element is left out.
+    """
     refuse("_flash_attn_varlen_forward", {
         "leftpad_k is given; an item's keys begin where cu_seqlens_k says": leftpad_k is not None,
         f"num_splits is {num_splits}; keys are not split": num_splits not in (0, 1),
     })  # fmt: skip
     asked = Asked(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, False, dropout_p)
     most = (longest(max_seqlen_q), longest(max_seqlen_k))
+    if block_table is not None:
+        with torch.no_grad():
+            starts = (cu_seqlens_q, cu_seqlens_k)
+            out, lse = attend_packed((q, k, v), starts, block_table, asked, "block_table", used=seqused_k)
+            return out, blind_rows_positive(lse), q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
     with torch.no_grad():
         rng_state = drawn_rng_state(q.device) if dropout_p else torch.zeros(2, dtype=torch.int64, device=q.device)
         out, lse = attention_varlen(

@@ -75,6 +75,7 @@ RING = tuple(
     for packed in ("", "_kvpacked", "_qkvpacked")
 )  # fmt: skip
 
+FLASH_MLA = ("FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata")
 FLASHINFER_DECODE = (
     "BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache",
 )  # fmt: skip
@@ -82,6 +83,7 @@ FLASHINFER_PREFILL = (
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "single_prefill_with_kv_cache",
 )  # fmt: skip
 FLASHINFER_CASCADE = ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states")
+FLASHINFER_MLA = ("BatchMLAPagedAttentionWrapper",)
 FLASHINFER_PAGE = ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens")
 
 # Of each library its modules, and the names in each: (module of flashtile.compat, names). A name may be "theirs=ours".
@@ -141,11 +143,17 @@ TREES: dict[str, dict[str, Sources]] = {
     "flashinfer": {
         "flashinfer": (
             ("flashinfer", (*FLASHINFER_DECODE, *FLASHINFER_PREFILL, *FLASHINFER_CASCADE, *FLASHINFER_PAGE)),
+            ("flashinfer_mla", FLASHINFER_MLA),
         ),
         "flashinfer.decode": (("flashinfer", FLASHINFER_DECODE),),
         "flashinfer.prefill": (("flashinfer", FLASHINFER_PREFILL),),
         "flashinfer.cascade": (("flashinfer", FLASHINFER_CASCADE),),
         "flashinfer.page": (("flashinfer", FLASHINFER_PAGE),),
+        "flashinfer.mla": (("flashinfer_mla", FLASHINFER_MLA),),
+    },
+    "flash_mla": {
+        "flash_mla": (("flash_mla", FLASH_MLA[1:]),),
+        "flash_mla.flash_mla_interface": (("flash_mla", FLASH_MLA),),
     },
     "jvp_flash_attention": {
         "jvp_flash_attention": (),
@@ -161,6 +169,7 @@ VERSIONS = {
     "ring_flash_attn": "0.1.8",
     "jvp_flash_attention": "0.14.0",
     "flashinfer": "0.7.4",
+    "flash_mla": "1.0.0",
 }  # whose names and signatures these are
 
 _kept: dict[str, dict[str, ModuleType]] = {}  # of each installed tree, the modules that it stands in for
@@ -170,7 +179,7 @@ def install(library: str) -> None:
     """Make `import <library>` give flashtile's translation of it, until `uninstall`; a second time changes nothing.
 
     library: "flash_attn" (version 2), "flash_attn 1", "flash_attn_interface" (version 3), "xformers",
-        "flashinfer" (0.7.4), "ring_flash_attn" (0.1.8), "jvp_flash_attention" (0.14.0).
+        "flashinfer" (0.7.4), "flash_mla" (1.0.0), "ring_flash_attn" (0.1.8), "jvp_flash_attention" (0.14.0).
     Only imports to come see it: what was imported from the library before stays what it was. Its distribution
     is not pretended: `importlib.metadata` knows nothing of it.
     Raises InvalidProblem for another library, and beside an installed one that has modules of the same names.

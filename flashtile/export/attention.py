@@ -213,7 +213,7 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
     def forward(sizes: Sizes, device: Device) -> Plan:
         problem = export.at(sizes)
         device = replace(device, sm_count=sizes["sm_count"])
-        backend = first_of(GPU_BACKENDS, problem, device, None)
+        backend = first_of(GPU_BACKENDS, lambda each: each.unsupported(problem, device), problem, device)
         if backend is not HOPPER:
             return backend.forward(problem, device)
         for number, launch in schedule.launches(problem).items():
@@ -229,7 +229,7 @@ def entries(name: str, export: AttentionExport) -> list[Entry]:
         # Hopper's own, where it has to be repeatable or is split, takes an order from the sizes at compile time.
         fixed = problem.deterministic or export.variant == "split"
         backends = tuple(b for b in GPU_BACKENDS if b is not HOPPER) if fixed else GPU_BACKENDS
-        backend = first_of(backends, problem, device, export.variant)
+        backend = first_of(backends, lambda each: each.unsupported(problem, device, export.variant), problem, device)
         return backend.backward(problem, device, gradients, export.variant)
 
     def entry(direction: Direction, plan: Callable[[Sizes, Device], Plan]) -> Entry:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import gcd
 
-from flashtile.dispatch import first_cached
+from flashtile.dispatch import first_of
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.export.attention import GPU_BACKENDS, at_sizes, check_exported
 from flashtile.export.entry import Entry, Sizes
@@ -146,7 +146,9 @@ def cached_entries(name: str, export: CachedExport) -> list[Entry]:
 
     def forward(sizes: Sizes, device: Device) -> Plan:
         problem, place = export.at(sizes), replace(device, sm_count=sizes["sm_count"])
-        return first_cached(GPU_BACKENDS, problem, place, export.problem).cached(problem, place)
+        return first_of(GPU_BACKENDS, lambda each: each.unsupported_cached(problem, place), export.problem, place).cached(
+            problem, place
+        )
 
     def append(sizes: Sizes, device: Device) -> Plan:
         return PORTABLE.cached(append_of(export.at(sizes)), device)

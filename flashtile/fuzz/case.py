@@ -22,7 +22,7 @@ SLOPES = {"alibi": "h", "alibi-items": "bh", "relative": "h", "relative-items": 
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": tuple(EPS),
     "where": (
-        "", "document", "holes", "prefix", "dilated", "top-left", "bands", "stored", "stored-heads", "stored-keys",
+        "", "document", "holes", "prefix", "dilated", "chunks", "top-left", "bands", "stored", "stored-heads", "stored-keys",
         "holes-documents", "table", "padded-document", "tree",
     ),
     "eight": ("", "e4m3", "e5m2", "int8"),

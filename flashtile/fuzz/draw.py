@@ -32,8 +32,8 @@ BANDS: Weighted[str] = {
     "40:-7": 0.4, "1:0": 0.4, "300:200": 0.4, "-20:40": 0.3, "2147483647:2147483647": 0.1, ":-20": 0.3,
 }  # fmt: skip
 WHERES: Weighted[str] = {
-    "": 7, "document": 1.2, "holes": 1.5, "prefix": 0.8, "dilated": 0.5, "top-left": 0.5, "bands": 0.4, "stored": 0.5,
-    "stored-heads": 0.4, "stored-keys": 0.3, "holes-documents": 0.5, "table": 0.4, "padded-document": 0.3,
+    "": 7, "document": 1.2, "holes": 1.5, "prefix": 0.8, "dilated": 0.5, "chunks": 0.5, "top-left": 0.5, "bands": 0.4,
+    "stored": 0.5, "stored-heads": 0.4, "stored-keys": 0.3, "holes-documents": 0.5, "table": 0.4, "padded-document": 0.3,
     "tree": 0.3,
 }  # fmt: skip
 SCORES: Weighted[str] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.fuzz.case import BIASES, Case
-from flashtile.fuzz.make import BANDS, STEP, TORCH, Inputs, Tensors, as_held, offset_of, scale_of
+from flashtile.fuzz.make import BANDS, CHUNK, STEP, TORCH, Inputs, Tensors, as_held, offset_of, scale_of
 from flashtile.torch.call.dropout import dropout_mask
 
 
@@ -96,6 +96,8 @@ class Scene:
             keep = keep & w["keep"][:, None, None, : keys.shape[1]]
         if c.where == "dilated":
             keep = keep & ((self.position - keys) % STEP == 0)
+        if c.where == "chunks":
+            keep = keep & (torch.div(self.position, CHUNK, rounding_mode="floor") == keys // CHUNK)
         if c.where == "tree":
             node = keys - (self.position - rows)  # of the item's last keys, which are its nodes
             upward = ancestors(w["parents"])[:, : len(rows)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashtile.features.masks.chunked import Chunked
 from flashtile.features.masks.dilated import Dilated
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
@@ -286,6 +287,7 @@ def where_of(c: Case, device: torch.device) -> Tensors:
 
 BANDS = (Band(left=4, right=0), Band(left=-20, right=30))
 STEP = 3
+CHUNK = 20
 
 
 def mask_of(inputs: Inputs) -> Any:
@@ -301,6 +303,7 @@ def mask_of(inputs: Inputs) -> Any:
         "holes": lambda: KeyPadding(w["keep"]),
         "prefix": lambda: Prefix(w["prefix"]) | Band(right=0),
         "dilated": lambda: Dilated(STEP),
+        "chunks": lambda: Chunked(CHUNK),
         "top-left": lambda: TopLeft(),
         "bands": lambda: BANDS[0] | BANDS[1],
         "tree": lambda: Tree(w["parents"]),

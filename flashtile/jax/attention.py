@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import jax
 import jax.numpy as jnp
 
-from flashtile.errors import InvalidProblem, check_names
+from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.stored import Stored
 from flashtile.features.masks.within import Within
@@ -33,8 +33,9 @@ from flashtile.jax.arguments import (
 )
 from flashtile.jax.arrays import promotes
 from flashtile.jax.derivatives import Call
-from flashtile.jax.dropout import seed_words
+from flashtile.jax.dropout import origin_kind, seed_words
 from flashtile.jax.run import NAMES, varying_like
+from flashtile.jax.statistics import statistics_of
 from flashtile.jax.stored import numbers_of
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.buffers import input_buffers
@@ -47,6 +48,7 @@ from flashtile.problem.mask import FULL, Band, Joined, no_mask
 from flashtile.problem.options import VARIANTS, Delta, Options
 from flashtile.problem.predicate import PredicateSpec, normal_form
 from flashtile.problem.score import Score, ScoreSpec
+from flashtile.problem.statistics import Statistics, Wish, wish_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,6 +76,9 @@ class Extras(TypedDict, total=False):
     backward: which kernels, "split" (two, repeatable), "fused" (one, dq added atomically) or "auto"; "xla" for plain JAX.
     deterministic: ask for a bitwise repeatable backward. precision: of fp32 products, see `flashtile.Options`.
     delta: "exact" lets what cancels in a 16-bit row cancel, see `flashtile.Options`.
+    returns: statistics of the softmax, among "lse", "max_logit", "entropy" and a `flashtile.Mass`: the call returns (out,
+        `flashtile.Statistics`), whose shapes that says. Each takes a pass behind the call; the entropy is differentiable, once
+        and in reverse mode.
     k_scale, v_scale: of key and value in float8_e4m3fn, float8_e5m2 or int8, float32 () for all, or a number; (K,); (B, K); or
         of each token, as key without its last axis. They become numbers of query's dtype first, in memory.
     """
@@ -88,6 +93,7 @@ class Extras(TypedDict, total=False):
     deterministic: bool
     precision: Precision
     delta: Delta
+    returns: Any
     k_scale: Any
     v_scale: Any
 
@@ -121,9 +127,9 @@ def dot_product_attention(
     return_residual: also return the log of each row's softmax denominator, float32 (B, T, N), differentiable.
     dropout_rng: refused; dropout is `Extras`', and flax's `flashtile.jax.flax`'s.
 
-    Returns out (B, T, N, V) in query's dtype, or (out, residual). A query that sees no key gives 0 and -inf (jax.nn gives it
-    the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and automatic sharding over
-    batch and heads. Raises InvalidProblem and NotSupported.
+    Returns out (B, T, N, V) in query's dtype, or (out, residual), or (out, statistics). A query that sees no key gives 0 and
+    -inf (jax.nn gives it the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and
+    automatic sharding over batch and heads. Raises InvalidProblem and NotSupported.
     """
     _check_names("dot_product_attention", extras)
     if dropout_rng is not None:  # flax.linen hands over what it finds in the signature, and drops the rest, the rate too
@@ -156,11 +162,13 @@ def dot_product_attention(
     score = rest.modifiers(None if bias is None else Bias(wide("bias", bias)))
     if pads is not None:
         query = _counted(query, pads)
-        if score:  # whatever modifiers make of rows that nobody has
+        if score or rest.wish is not None:  # whatever modifiers and statistics make of rows that nobody has
             attend_to = _both(attend_to, Stored(_counts(query.shape[1], pads)[:, None, :, None]))
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
-    out, lse = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
-    lse = jnp.swapaxes(lse, 1, 2)
+    made = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
+    if rest.wish is not None:
+        return _with_statistics(rest.wish, made, pads, jnp.shape(given)[:-1])
+    out, lse = made[0], jnp.swapaxes(made[1], 1, 2)
     if pads is not None:
         out, lse = _counted(out, pads), _counted(lse, pads, -jnp.inf)
     rows = jnp.shape(given)[:-1]
@@ -215,10 +223,14 @@ def dot_product_attention_varlen(
     for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise InvalidProblem(f"{name} is {most!r}; it must be an int, at least 0, or None.")
-    out, lse = attend(
+    out, lse, found = attend(
         query, key, value, band, rest.attend_to, rest.modifiers(None), scale, implementation, return_residual, rest, given,
         longest,
     )  # fmt: skip
+    if rest.wish is not None:
+        return out[0], found._replace(
+            **{n: getattr(found, n)[0] for n in ("lse", "entropy", "mass") if getattr(found, n) is not None}
+        )
     return (out[0], jnp.swapaxes(lse[0], 0, 1)) if return_residual else out[0]
 
 
@@ -290,7 +302,9 @@ class _Rest:
     deterministic: bool = False
     precision: Precision = "tf32x3"
     delta: Delta = "rounded"
+    returns: Any = None
     options: Options = field(init=False)
+    wish: Wish | None = field(init=False)
 
     def __post_init__(self) -> None:
         for name, value in numbers(softcap=self.softcap, deterministic=self.deterministic).items():
@@ -305,6 +319,7 @@ class _Rest:
             raise no_dropout(self.dropout)
         if not isinstance(self.deterministic, bool):
             raise InvalidProblem(f"deterministic is {self.deterministic!r}; it must be True or False.")
+        object.__setattr__(self, "wish", None if self.returns is None else wish_of(self.returns))
         object.__setattr__(self, "options", Options(None, "auto", self.deterministic, self.precision, self.delta))
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
             raise no_mask("attend_to", self.attend_to)
@@ -318,8 +333,8 @@ def attend(
     q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
     implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
     longest: tuple[Any, Any] = (None, None),
-) -> tuple[Any, Any]:  # fmt: skip
-    """(out, lse) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
@@ -327,12 +342,34 @@ def attend(
     returns_lse = number("return_residual", returns_lse)
     if not isinstance(returns_lse, bool):
         raise InvalidProblem(f"return_residual is {returns_lse!r}; it must be True or False.")
+    if rest.wish is not None and returns_lse:
+        raise InvalidProblem("return_residual is True besides returns; ask for 'lse' among returns instead.")
+    returns_lse = returns_lse or rest.wish is not None
     arrays, problem = _describe(q, k, v, band, attend_to, score, scale, returns_lse, rest, lengths, longest)
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
     call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
-    given = [arrays[b.name] for b in input_buffers(problem)]
-    return _compiled(call, *varying_like(given, given))
+    names = [b.name for b in input_buffers(problem)]
+    given = varying_like([arrays[name] for name in names], [arrays[name] for name in names])
+    out, lse = _compiled(call, *given)
+    if rest.wish is None:
+        return out, lse, None
+    return out, lse, statistics_of(call, rest.wish, dict(zip(names, given, strict=True)), lse)
+
+
+def _with_statistics(wish: Wish, made: tuple[Any, Any, Statistics], pads: Any, rows: tuple[int, ...]) -> Any:
+    """(out, statistics) of `attend` as a caller has them, who gave queries of these axes; pads: how many of each item count."""
+    out, _, found = made
+    if pads is not None:
+        if wish.mass:
+            reason = (
+                "an item's last queries are not found where bands begin at the first key; alignment='bottom-right' finds them"
+            )
+            raise NotSupported("mass beside query_seq_lengths, a band and alignment='top-left'", {"jax": [reason]})
+        out = _counted(out, pads)
+    if len(rows) < 3:  # of one item, which has no axis
+        found = Statistics(*(None if x is None else x[0] for x in found))
+    return out.reshape(*rows, out.shape[-1]), found
 
 
 def _describe(
@@ -364,7 +401,7 @@ def _describe(
     known = lengths_in(q.shape[1], k.shape[1]) if varlen else Lengths(**used) if lengths else ALIKE
     wanted = Wanted(
         band, where, None, tuple(modifiers), scale, None if rest.sinks is None else described(arrays["sink"]),
-        None if rest.dropout is None else rest.dropout.p, returns_lse, rest.options,
+        None if rest.dropout is None else rest.dropout.p, returns_lse, rest.options, origin_kind(rest.dropout),
     )  # fmt: skip
     problem = describe(
         (q.shape, k.shape, v.shape), DType(NAMES[q.dtype]), wanted, batch, known, longest, shorter=shorter,

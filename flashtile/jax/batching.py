@@ -12,6 +12,8 @@ from jax.custom_batching import custom_vmap
 from flashtile.errors import NotSupported
 from flashtile.jax.explicit import automatically
 from flashtile.jax.partition import Step, primal, run_partitioned
+from flashtile.jax.step import Along
+from flashtile.plan.backend import ROW_STATISTICS
 from flashtile.plan.buffers import place_of
 from flashtile.plan.call import Buffer
 
@@ -37,10 +39,14 @@ def run_mapped(step: Step, implementation: str | None, *given: Any) -> tuple[Any
 
     named = dict(zip((b.name for b in step.inputs()), given, strict=True))
     batch, seqlen, heads, _ = jax.typeof(named["q"]).sharding.spec
-    specs = {"out": (batch, seqlen, heads), "lse": (batch, heads, seqlen), "stats": (batch, heads, None, seqlen)}
+    specs = {"out": (batch, seqlen, heads), "stats": (batch, heads, None, seqlen), "mass": (batch, heads)}
+    specs |= dict.fromkeys(("lse", *ROW_STATISTICS), (batch, heads, seqlen))
     specs |= {f"t{name}": specs[name] for name in ("out", "lse")}
     made = tuple(b.name for b in step.outputs())
-    return automatically(undifferentiated(step.problem.spell(), call, "third"), named, made, specs)
+    what, order = step.problem.spell(), "third"
+    if isinstance(step, Along) and step.name in ("statistics", "entropy"):
+        what, order = f"the entropy of {what}", "second"
+    return automatically(undifferentiated(what, call, order), named, made, specs)
 
 
 def undifferentiated(

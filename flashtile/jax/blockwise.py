@@ -15,7 +15,7 @@ from flashtile.jax.dropout import keep
 from flashtile.jax.run import varying_like
 from flashtile.jax.symbolic import symbols
 from flashtile.kernels.device.score import sums_per_head, uneven_refusals
-from flashtile.plan.buffers import place_of
+from flashtile.plan.buffers import keys_dtype, place_of
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.score import Position, Score, ScoreSpec
@@ -38,13 +38,13 @@ def unsupported(p: AttentionProblem) -> list[str]:
 
 def forward(p: AttentionProblem, arrays: Arrays) -> Arrays:
     """out and lse."""
-    return _computed(lambda given, dtype: _forward(p, given, dtype), arrays, _few_keys(p))
+    return computed(lambda given, dtype: _forward(p, given, dtype), arrays, few_keys(p))
 
 
-def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str]) -> Arrays:
-    """The gradients of `outputs` ("dq", "dscore.0.0", ...)."""
-    wide = _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
-    return _computed(lambda given, dtype: _backward(p, given, outputs, dtype), arrays, wide)
+def backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], wide_keys: bool = False) -> Arrays:
+    """The gradients of `outputs` ("dq", "dscore.0.0", ...). wide_keys: dk and dv are not rounded to 16 bits."""
+    wide = few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p))
+    return computed(lambda given, dtype: _backward(p, given, outputs, dtype, wide_keys), arrays, wide)
 
 
 def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays:
@@ -54,7 +54,7 @@ def tangent(p: AttentionProblem, arrays: Arrays, names: Sequence[str]) -> Arrays
         made, tangents = _along(lambda x: _forward(p, x, dtype), given, names)
         return {**made, **{f"t{n}": t for n, t in tangents.items()}}
 
-    return _computed(along, arrays, _few_keys(p))
+    return computed(along, arrays, few_keys(p))
 
 
 def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: Sequence[str]) -> Arrays:
@@ -72,7 +72,7 @@ def second(p: AttentionProblem, arrays: Arrays, names: Sequence[str], outputs: S
         _, tangents = _along(gradients, given, names)
         return {**{n: tangents[n] for n in outputs}, "tout": tangents["out"], "tlse": tangents["lse"]}
 
-    return _computed(along, arrays, _few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
+    return computed(along, arrays, few_keys(p) or (p.dtype is DType.FP32 and sums_per_head(p)))
 
 
 def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
@@ -84,7 +84,7 @@ def _along(function: Callable[[Arrays], Arrays], arrays: Arrays, names: Sequence
     return jax.jvp(lambda *x: function({**rest, **dict(zip(moved, x, strict=True))}), given, tangents)
 
 
-def _few_keys(p: AttentionProblem) -> bool:
+def few_keys(p: AttentionProblem) -> bool:
     """Whether errors are those of few roundings, of which the largest decides: 1.5 times plain JAX's is then a matter of luck.
 
     The CPU's PyTorch code draws the same line (`kernels/cpu/products.py`). Sums per head are few numbers at any size.
@@ -92,7 +92,7 @@ def _few_keys(p: AttentionProblem) -> bool:
     return p.dtype is DType.FP32 and not symbols((p.span_k,)) and p.span_k <= BLOCK_K
 
 
-def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
+def computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: bool) -> Arrays:
     """What the function makes, in float32 inside; `wide`: in float64 where that runs on the CPU. Others may not have it."""
     if not wide:
         return function(arrays, jnp.float32)
@@ -105,9 +105,9 @@ def _computed(function: Callable[[Arrays, Any], Arrays], arrays: Arrays, wide: b
 
 
 def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
-    scene = _Scene(p, arrays, dtype)
+    scene = Scene(p, arrays, dtype)
 
-    def step(state: tuple[Any, Any, Any], block: _Block) -> tuple[Any, None]:
+    def step(state: tuple[Any, Any, Any], block: Block) -> tuple[Any, None]:
         top, total, out = state
         at = scene.position(block)
         seen = scene.visible(at, block)
@@ -139,19 +139,18 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
     return {"out": jnp.swapaxes(out, 1, 2).astype(JAX_DTYPES[p.dtype.value]), "lse": lse.astype(jnp.float32)}
 
 
-def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any) -> Arrays:
-    scene = _Scene(p, arrays, dtype)
+def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype: Any, wide_keys: bool = False) -> Arrays:
+    scene = Scene(p, arrays, dtype)
     lse = arrays["lse"].astype(dtype)
     pivot, divisor = jnp.where(lse == -jnp.inf, 0.0, lse), jnp.ones(scene.rows, dtype)
     alive = (lse != -jnp.inf if p.sink is None else scene.seeing())[..., None]
     dout, out = (jnp.where(alive, jnp.swapaxes(arrays[name], 1, 2).astype(dtype), 0.0) for name in ("dout", "out"))
-    q = jnp.where(alive, scene.q, 0.0)
     scale = 1.0 if p.dropout is None else 1.0 / (1.0 - p.dropout)
     sink = None  # its probabilities, before `divisor`
     if p.sink is not None:
         sink = jnp.where(lse != -jnp.inf, jnp.exp(arrays["sink"].astype(dtype)[:, None] - pivot), 0.0)
 
-    def weights(score: Any, seen: Any, at: Position, block: _Block) -> tuple[Any, Any, Any]:
+    def weights(score: Any, seen: Any, at: Position, block: Block) -> tuple[Any, Any, Any]:
         """(probabilities, what is kept of them, their gradients)."""
         weight = jnp.where(seen, jnp.exp(score - pivot[..., None]) / divisor[..., None], 0.0)
         dweight = scene.over_columns(dout, block.v)
@@ -164,7 +163,7 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
         # Sums of these very probabilities, and of those times dp, as differentiated softmax has them: lse was rounded, of large
         # scores by more than log(sum), other programs add in other orders, and where one key has all the gradient is to be 0.
 
-        def add(sums: tuple[Any, Any], block: _Block) -> tuple[Any, None]:
+        def add(sums: tuple[Any, Any], block: Block) -> tuple[Any, None]:
             at = scene.position(block)
             seen = scene.visible(at, block) & alive
             block = scene.shown(block, seen)
@@ -184,43 +183,61 @@ def _backward(p: AttentionProblem, arrays: Arrays, outputs: Sequence[str], dtype
     if scene.counts_q is not None:
         dlse = jnp.where(scene.counts_q[..., 0], dlse, 0.0)
     dlse = jnp.broadcast_to(dlse, scene.rows)
-    wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if f"dscore.{i}.{j}" in outputs]
+
+    def derivatives(score: Any, seen: Any, at: Position, block: Block) -> tuple[Any, Any]:
+        weight, kept, dweight = weights(score, seen, at, block)
+        dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
+        return dscore, scene.over_rows(kept, dout)
+
+    made, dv = through_scores(scene, outputs, alive, derivatives, wide_keys)
+    made["dv"] = scene.joined(dv).astype(JAX_DTYPES[keys_dtype(p, wide_keys)])
+    if sink is not None and "dsink" in outputs:
+        made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
+    return {name: made[name] for name in outputs}
+
+
+def through_scores(
+    scene: Scene, outputs: Sequence[str], alive: Any, derivatives: Callable[..., tuple[Any, Any]], wide_keys: bool = False
+) -> tuple[Arrays, Any]:
+    """(dq, dk and the gradients of modifiers' tensors, what else `derivatives` makes of each block of keys).
+
+    derivatives: from modified scores, which of them are seen, where they lie and the block, their gradients and that. alive: of
+    which rows there are any. wide_keys: dk is not rounded to 16 bits.
+    """
+    p, arrays, dtype, q = scene.p, scene.arrays, scene.dtype, jnp.where(alive, scene.q, 0.0)
+    wanted = [(i, j) for i, s in enumerate(p.score) for j in range(len(s.tensors)) if _name(i, j) in outputs]
     across = [w for w in wanted if not scene.cut(*w)]
 
-    def step(state: tuple[Any, Arrays], block: _Block) -> tuple[Any, Any]:
+    def step(state: tuple[Any, Arrays], block: Block) -> tuple[Any, Any]:
         dq, sums = state
         at = scene.position(block)
         seen = scene.visible(at, block) & alive
         block = scene.shown(block, seen)
         raw, tensors = scene.products(block), scene.modifiers(block)
         score, pull = jax.vjp(lambda s, t: scene.modified(s, t, at, seen), raw, tensors)
-        weight, kept, dweight = weights(score, seen, at, block)
-        dscore = jnp.where(seen, weight * (dweight - delta[..., None] + dlse[..., None]), 0.0)
-        dv = scene.over_rows(kept, dout)
+        dscore, more = derivatives(score, seen, at, block)
         draw, dtensors = pull(dscore)
         dk = scene.over_rows(draw, q)
         sums = {key: total + dtensors[i][j] for key, total in sums.items() for i, j in [place_of(key)]}
         cuts = {_name(i, j): dtensors[i][j] for i, j in wanted if (i, j) not in across}
-        return (dq + scene.over_keys(draw, block.k), sums), (dk, dv, cuts)
+        return (dq + scene.over_keys(draw, block.k), sums), (dk, cuts, more)
 
     start = [scene.zeros(p.head_dim), *(jnp.zeros(arrays[f"score.{i}.{j}"].shape, dtype) for i, j in across)]
     dq, *totals = varying_like(start, tuple(arrays.values()))
     sums = dict(zip((_name(i, j) for i, j in across), totals, strict=True))
-    (dq, sums), (dk, dv, cuts) = lax.scan(step, (dq, sums), scene.blocks)
-    made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value}
-    made["dk"], made["dv"] = scene.joined(dk) * p.scale_value, scene.joined(dv)
-    made = {name: grad.astype(JAX_DTYPES[p.dtype.value]) for name, grad in made.items()}
+    (dq, sums), (dk, cuts, more) = lax.scan(step, (dq, sums), scene.blocks)
+    made: Arrays = {"dq": jnp.swapaxes(dq, 1, 2) * p.scale_value, "dk": scene.joined(dk) * p.scale_value}
+    dtypes = {"dq": p.dtype.value, "dk": keys_dtype(p, wide_keys)}
+    made = {name: grad.astype(JAX_DTYPES[dtypes[name]]) for name, grad in made.items()}
     for i, j in wanted:
         name = _name(i, j)
         made[name] = sums[name] if name in sums else scene.joined_columns(cuts[name], arrays[f"score.{i}.{j}"].shape)
         broadcast = p.score[i].kind.captured[j].broadcast
         made[name] = made[name].astype(arrays[f"score.{i}.{j}"].dtype if broadcast else jnp.float32)
-    if sink is not None and "dsink" in outputs:
-        made["dsink"] = (sink / divisor * (dlse - delta)).sum((0, 2)).astype(jnp.float32)
-    return {name: made[name] for name in outputs}
+    return made, more
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block of keys, as a scan hands it out."""
 
     start: Any
@@ -229,7 +246,7 @@ class _Block(NamedTuple):
     cut: dict[str, Any]  # what tensors with an element for every key have here
 
 
-class _Scene:
+class Scene:
     """The arrays of a problem as blocks, and where they lie; dtype: that of all arithmetic."""
 
     def __init__(self, p: AttentionProblem, arrays: Arrays, dtype: Any):
@@ -267,6 +284,7 @@ class _Scene:
             else:
                 counts_k = self.key < length_k[:, None]
         self.counts_k = jnp.broadcast_to(counts_k, (p.slabs, p.span_k))
+        self.length_q = _take(length_q, self.batch)  # of each row's item
         self.q = self.counted_rows(jnp.swapaxes(arrays["q"], 1, 2).astype(dtype))
         self.blocks = self.cut_keys()
 
@@ -283,7 +301,7 @@ class _Scene:
         tensor = self.p.score[i].tensors[j]
         return self.p.score[i].kind.captured[j].broadcast and tensor.shape[3] != 1
 
-    def cut_keys(self) -> _Block:
+    def cut_keys(self) -> Block:
         def blocks(x: Any, axis: int) -> Any:
             count = (x.shape[axis] + BLOCK_K - 1) // BLOCK_K
             x = jnp.pad(x, [(0, count * BLOCK_K - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
@@ -298,14 +316,14 @@ class _Scene:
         if self.item_k is not None:
             cut["item"] = blocks(self.item_k, 0)
         k, v = blocks(k, 2), blocks(v, 2)
-        return _Block(jnp.arange(k.shape[0], dtype=jnp.int32) * BLOCK_K, k, v, cut)
+        return Block(jnp.arange(k.shape[0], dtype=jnp.int32) * BLOCK_K, k, v, cut)
 
-    def position(self, block: _Block) -> Position:
+    def position(self, block: Block) -> Position:
         head = jnp.arange(self.p.heads_q, dtype=jnp.int32)[:, None, None]
         batch, row = (x if x.ndim == 4 else x.reshape(1, 1, *x.shape) for x in (self.batch, self.row))
         return Position(batch, head[None], row, row + self.shift, block.cut["key"][None, None, None, :])
 
-    def visible(self, at: Position, block: _Block) -> Any:
+    def visible(self, at: Position, block: Block) -> Any:
         """Broadcasts against (slabs, heads_q, span_q, BLOCK_K)."""
         p = self.p
         inside = block.start + jnp.arange(BLOCK_K, dtype=jnp.int32) < p.span_k
@@ -332,7 +350,7 @@ class _Scene:
             terms.append(holds)
         return seen & _any_of(terms)
 
-    def shown(self, block: _Block, seen: Any) -> _Block:
+    def shown(self, block: Block, seen: Any) -> Block:
         """The block, keys that no query sees as zeros, whatever lies there: a product of 0 and NaN is NaN."""
         p = self.p
         if seen.shape[1] == 1:
@@ -345,7 +363,7 @@ class _Scene:
     def seeing(self) -> Any:
         """Which rows see a key, (slabs, heads_q, span_q)."""
 
-        def step(found: Any, block: _Block) -> tuple[Any, None]:
+        def step(found: Any, block: Block) -> tuple[Any, None]:
             return found | self.visible(self.position(block), block).any(-1), None
 
         start = varying_like([jnp.zeros(self.rows, bool)], tuple(self.arrays.values()))[0]
@@ -355,7 +373,7 @@ class _Scene:
         assert self.p.dropout is not None
         return keep(self.p.dropout, at.batch, at.head, at.row, at.k, self.p.heads_q, self.arrays["seed"])
 
-    def modifiers(self, block: _Block) -> tuple[tuple[Any, ...], ...]:
+    def modifiers(self, block: Block) -> tuple[tuple[Any, ...], ...]:
         """The modifiers' tensors; of those with an element for every key what this block has of it."""
         return tuple(
             tuple(
@@ -377,7 +395,7 @@ class _Scene:
             return jnp.swapaxes(tensor[self.batch[:, 0], :, 0, 0], 0, 1)[None, :, :, None]
         return tensor
 
-    def products(self, block: _Block) -> Any:
+    def products(self, block: Block) -> Any:
         q = self.q.reshape(self.p.slabs, self.p.heads_kv, self.p.group, self.p.span_q, self.p.head_dim)
         score = jnp.einsum("bkgtd,bksd->bkgts", q, block.k, precision=self.precision)
         return score.reshape(*self.rows, BLOCK_K) * self.p.scale_value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +14,12 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.scores.alibi import Alibi
+from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
 from flashtile.jax.arguments import check_operands, make_band, numbers, operand
 from flashtile.jax.arrays import promotes
 from flashtile.jax.attention import dot_product_attention
+from flashtile.jax.dropout import DeviceOrigin
 from flashtile.jax.exchange import (
     check_layout,
     gathered,
@@ -26,11 +30,12 @@ from flashtile.jax.exchange import (
     tokens_for_heads,
     with_halo,
 )
+from flashtile.problem.dropout import GRAIN, Dropout, no_dropout
 from flashtile.problem.mask import FULL, Band, Joined
 from flashtile.problem.predicate import normal_form
 
 METHODS = ("allgather", "ulysses")
-TAKEN = {"softcap", "sinks", "score", "attend_to", "backward", "deterministic", "precision"}
+TAKEN = {"bias", "softcap", "sinks", "score", "attend_to", "dropout", "backward", "deterministic", "precision"}
 
 
 @promotes
@@ -60,8 +65,10 @@ def dot_product_attention_sharded(
         With "ulysses" also "striped", every n-th token.
     is_causal, local_window_size: aligned bottom-right, of the whole. By "allgather" no query may look ahead, but where all see
         all, or a window is small.
-    extras: softcap, sinks, score (`Softcap` and `Alibi`), attend_to, backward, deterministic, precision. attend_to: `Document`
-        and `KeyPadding` of this device's tokens, and bands, joined by `&`.
+    extras: bias, softcap, sinks, score (`Softcap`, `Alibi`, `Bias`), attend_to, dropout, backward, deterministic, precision.
+        attend_to: `Document` and `KeyPadding` of this device's tokens, and bands, joined by `&`. A bias has this device's
+        queries and all keys, in their own order; by "ulysses" one row for all queries. dropout: `Dropout(p, seed)`, the same
+        seed on every device: it drops what one device drops of the batch entries that are here.
 
     Raises InvalidProblem and NotSupported.
     """
@@ -77,6 +84,8 @@ def dot_product_attention_sharded(
         if layout == "zigzag" and x.shape[1] % 2:
             raise InvalidProblem(f"{name} has {x.shape[1]} tokens a device; of layout 'zigzag' they must be even.")
     halo = _halo(band, query.shape[1], key.shape[1], devices) if (method, layout) == ("allgather", "contiguous") else None
+    if extras.get("dropout") is not None or _biases(extras):  # which count all keys
+        halo = None
     _refuse(method, layout, band, extras, (query.shape[2], key.shape[2], devices), halo)
     how: dict[str, Any] = {"scale": given["scale"], "implementation": implementation, "alignment": "bottom-right", **extras}
     how["return_residual"] = True
@@ -102,15 +111,19 @@ def _by_positions(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str
     known = [_with_keys(leaf, lambda x: in_order(x, axis[0], devices, chunks)) for leaf in leaves]
     size, shift = query.shape[1] // chunks, (key.shape[1] - query.shape[1]) * devices
     made: list[Any] = []
+    dropout = how.get("dropout")
     for i in range(chunks):
         rows = slice(i * size, (i + 1) * size)
         chunk = at if i == 0 else 2 * devices - 1 - at
         if band != FULL:  # keys end where this chunk does, and its last query stands at the last of them
             end = jnp.clip((chunk + 1) * size + shift, 0, keys.shape[1]).astype(jnp.int32)
             how["key_value_seq_lengths"] = jnp.broadcast_to(end, (query.shape[0],))
+        if dropout is not None:
+            origin = DeviceOrigin(heads=query.shape[2], query=chunk * size, aligned=size % GRAIN == 0)
+            how["dropout"] = replace(dropout, origin=origin)
         there = _joined(band, [_of_rows(leaf, rows) for leaf in known])
         k, v = keys.astype(key.dtype), values.astype(value.dtype)
-        made.append(dot_product_attention(query[:, rows], k, v, attend_to=there, **how))
+        made.append(dot_product_attention(query[:, rows], k, v, attend_to=there, **_changed(how, partial(_rows_of, rows=rows))))
     out, residual = (jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))
     return out, residual
 
@@ -141,6 +154,12 @@ def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, ho
     if how.get("sinks") is not None:
         how["sinks"] = part(jnp.asarray(how["sinks"]))
     how["score"] = tuple(Alibi(part(s.slopes)) if isinstance(s, Alibi) else s for s in how.get("score") or ())
+    how = _changed(
+        how, lambda x: jax.lax.dynamic_slice_in_dim(x, at * heads, heads, -3) if x.ndim > 2 and x.shape[-3] > 1 else x
+    )
+    if how.get("dropout") is not None:
+        origin = DeviceOrigin(at * heads, heads, query.shape[2] - heads, aligned=True)
+        how["dropout"] = replace(how["dropout"], origin=origin)
     there = _joined(mask[0], [_with_keys(leaf, whole, whole) for leaf in mask[1]])
     made = dot_product_attention(q, k, v, attend_to=there, **how)
     out, residual = (tokens_for_heads(x, name, devices, layout) for x in made)
@@ -176,6 +195,22 @@ def _mask(band: Band, attend_to: Any) -> Mask:
     if reasons:
         raise NotSupported("dot_product_attention_sharded", {"jax": reasons})
     return band, leaves
+
+
+def _biases(extras: dict[str, Any]) -> list[Any]:
+    """What is added to scores."""
+    found = [extras.get("bias"), *(s.bias for s in extras.get("score") or () if isinstance(s, Bias))]
+    return [jnp.asarray(x) for x in found if x is not None]
+
+
+def _changed(how: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same with other biases."""
+    score = tuple(Bias(change(jnp.asarray(s.bias))) if isinstance(s, Bias) else s for s in how.get("score") or ())
+    return {**how, "score": score, "bias": None if how.get("bias") is None else change(jnp.asarray(how["bias"]))}
+
+
+def _rows_of(bias: Any, rows: slice) -> Any:
+    return bias[..., rows, :] if bias.ndim > 1 and bias.shape[-2] > 1 else bias
 
 
 def _with_keys(leaf: Any, keys: Callable[[Any], Any], queries: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -224,11 +259,18 @@ def _refuse(
             reasons.append(
                 f"{heads_q} heads of query and {heads_kv} of key over {devices} devices; they must divide each other"
             )
+    if method == "ulysses" and any(x.ndim > 1 and x.shape[-2] > 1 for x in _biases(extras)):
+        reasons.append("a bias with an axis of queries, of which each device has its rows; method 'allgather' does it")
+    dropout = extras.get("dropout")
+    if not (dropout is None or isinstance(dropout, Dropout)):
+        raise no_dropout(dropout)
+    if dropout is not None and dropout.origin is not None:
+        reasons.append("dropout with an origin, which devices give their calls themselves")
     for name in sorted(set(extras) - TAKEN):
         if extras[name] is not None:
             reasons.append(f"{name}, whose positions or tensors are the whole's")
     for modifier in extras.get("score") or ():
-        if not isinstance(modifier, (Softcap, Alibi)):
+        if not isinstance(modifier, (Softcap, Alibi, Bias)):
             reasons.append(f"score modifier {getattr(modifier, 'name', modifier)}, whose use of positions is not known")
         elif isinstance(modifier, Alibi) and method == "allgather" and (band == FULL or (band.right or 0) > 0):
             reasons.append("alibi without causal order; method 'ulysses' does it")

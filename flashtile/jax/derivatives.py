@@ -26,7 +26,7 @@ from flashtile.jax.linear import linear
 from flashtile.jax.run import varying_like
 from flashtile.jax.saved import under_names
 from flashtile.jax.step import Along, Backward, Forward
-from flashtile.plan.backend import Direction, Gradients
+from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients
 from flashtile.plan.buffers import input_buffers
 from flashtile.problem.attention import AttentionProblem
 
@@ -57,7 +57,7 @@ class Call:
     def along(self, name: str, direction: Direction, known: Arrays) -> Arrays:
         """What a pass along a direction makes."""
         problem = wanting(self.problem, direction.wanted)
-        wanted = frozenset(direction.wanted & {"q", "k", "v", *ROWS})
+        wanted = frozenset(direction.wanted & {"q", "k", "v", *ROWS, *ROW_STATISTICS, "mass"})
         step = Along(name, problem, replace(direction, wanted=wanted), self.backend)
         made = run_mapped(step, self.implementation, *(known[b.name] for b in step.inputs()))
         return dict(zip((b.name for b in step.outputs()), made, strict=True))
@@ -262,11 +262,11 @@ class _Twice:
 
 
 @refusing_p.def_abstract_eval
-def _like(aval: Any, *, why: _Twice) -> Any:
+def _like(aval: Any, *, why: Any) -> Any:
     return aval
 
 
-def _refuse(*_: Any, why: _Twice) -> Any:
+def _refuse(*_: Any, why: Any) -> Any:
     raise why.error()
 
 

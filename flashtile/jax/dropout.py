@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.problem.dropout import LATTICE, MULTIPLIERS, ROUNDS, WEYL, WORD, Dropout, call_index, dither_index, threshold
+from flashtile.problem.dropout import (
+    LATTICE,
+    MULTIPLIERS,
+    ROUNDS,
+    SEED_WORDS,
+    WEYL,
+    WORD,
+    Dropout,
+    Origin,
+    OriginKind,
+    call_index,
+    dither_index,
+    placed,
+    threshold,
+)
+
+
+@dataclass(frozen=True)
+class DeviceOrigin(Origin):
+    """An Origin whose fields a device knows when it runs: which of a mesh it is. aligned: what is known before."""
+
+    aligned: bool = False
+
+    def __post_init__(self) -> None:
+        """Arrays cannot be checked."""
+
+    @property
+    def kind(self) -> OriginKind:
+        return "aligned" if self.aligned else "any"
+
+    @property
+    def words(self) -> tuple[Any, ...]:
+        return self.head, self.heads, self.more, self.query, self.key, self.query_step, self.key_step
+
+
+def origin_kind(dropout: Dropout | None) -> OriginKind | None:
+    """What a problem says of it."""
+    return dropout.origin.kind if dropout is not None and isinstance(dropout.origin, DeviceOrigin) else None
 
 
 def seed_words(dropout: Dropout) -> Any:
-    """The words of (seed, offset) as kernels read them, int32 (4,); the same as PyTorch's for the same int."""
+    """The words of (seed, offset) as kernels read them, int32 (4,), and behind them those of a `DeviceOrigin`; the same as
+    PyTorch's for the same int.
+    """
     seed = dropout.seed
+    if isinstance(dropout.origin, DeviceOrigin):
+        origin = jnp.stack([jnp.asarray(word, jnp.int32) for word in dropout.origin.words])
+        return jnp.concatenate([seed_words(replace(dropout, origin=None)), origin])
     if dropout.origin is not None:
         raise NotSupported("attention", {"jax": ["dropout with an origin, which is flashtile.distributed's"]})
     if seed is None:
@@ -27,9 +70,11 @@ def seed_words(dropout: Dropout) -> Any:
 
 
 def keep(p: float, batch: Any, head: Any, row: Any, key: Any, heads_q: int, seed: Any) -> Any:
-    """Boolean: whether the probabilities at these int32 positions, which broadcast, are kept; seed: int32 (4,)."""
+    """Boolean: whether the probabilities at these int32 positions, which broadcast, are kept; seed: what `seed_words` makes."""
     low, high, offset, _ = (seed[i].view(jnp.uint32) for i in range(4))
     slab = batch * heads_q + head
+    if seed.shape[0] > SEED_WORDS:
+        slab, row, key = placed(seed[SEED_WORDS:], batch, head, row, key, heads_q)
     a, b, c, d = _philox((offset, call_index(key), slab, call_index(row)), (low, high))
     by_key = (key >> 3 & 1) == 1
     word = jnp.where((row & 1) == 1, jnp.where(by_key, d, c), jnp.where(by_key, b, a))

@@ -9,11 +9,19 @@ import jax.numpy as jnp
 
 from flashtile import dispatch
 from flashtile.errors import NotSupported
-from flashtile.jax import blockwise
+from flashtile.jax import blockwise, blockwise_statistics
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.symbolic import predicate_of, resized
 from flashtile.plan.backend import Direction, Gradients
-from flashtile.plan.buffers import backward_buffers, forward_buffers, input_buffers, second_buffers, tangent_buffers
+from flashtile.plan.buffers import (
+    backward_buffers,
+    entropy_buffers,
+    forward_buffers,
+    input_buffers,
+    second_buffers,
+    statistics_buffers,
+    tangent_buffers,
+)
 from flashtile.plan.call import Buffer, Plan
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
@@ -84,15 +92,22 @@ class Backward:
         return blockwise.unsupported(self.problem)
 
     def plain(self, arrays: Arrays) -> Arrays:
-        return blockwise.backward(self.problem, arrays, [b.name for b in self.outputs()])
+        return blockwise.backward(self.problem, arrays, [b.name for b in self.outputs()], self.gradients.wide_keys)
 
     def fit(self, given: tuple[Any, ...]) -> Backward:
         return replace(self, problem=fitted(self.problem, dict(zip((b.name for b in self.inputs()), given, strict=True))))
 
 
+BUFFERS = {
+    "tangent": tangent_buffers, "second": second_buffers, "statistics": statistics_buffers, "entropy": entropy_buffers,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Along:
-    """A pass along a direction: "tangent" makes out, lse and their tangents, "second" how gradients change, or both."""
+    """A pass along a direction: "tangent" makes out, lse and their tangents, "second" how gradients change, or both;
+    "statistics" and "entropy" make those of the softmax, and the entropy's gradients.
+    """
 
     name: str
     problem: AttentionProblem
@@ -103,7 +118,7 @@ class Along:
         return f"{self.name} of {self.problem.spell()}"
 
     def _buffers(self) -> tuple[Buffer, ...]:
-        return (tangent_buffers if self.name == "tangent" else second_buffers)(self.problem, self.direction)
+        return BUFFERS[self.name](self.problem, self.direction)
 
     def inputs(self) -> tuple[Buffer, ...]:
         return tuple(b for b in self._buffers() if b.role == "input")
@@ -124,13 +139,18 @@ class Along:
         return blockwise.unsupported(self.problem)
 
     def plain(self, arrays: Arrays) -> Arrays:
-        """By forward mode through the plain passes, block by block as these are."""
+        """Derivatives by forward mode through the plain passes, block by block as these are."""
+        made = [b.name for b in self.outputs()]
+        if self.name == "statistics":
+            return blockwise_statistics.statistics(self.problem, arrays, made, self.direction.last)
+        if self.name == "entropy":
+            return blockwise_statistics.entropy(self.problem, arrays, made)
         given = [b.name for b in input_buffers(self.problem)]
         if self.name == "tangent":
             return blockwise.tangent(self.problem, arrays, given)
         rows = {b.name: jnp.zeros(b.shape, JAX_DTYPES[b.dtype]) for b in forward_buffers(self.problem) if b.role == "output"}
         there = {f"d{n}": arrays.get(f"d{n}", zero) for n, zero in rows.items()}
-        wanted = [b.name for b in self.outputs() if b.name not in ("tout", "tlse")]
+        wanted = [name for name in made if name not in ("tout", "tlse")]
         return blockwise.second(self.problem, {**arrays, **there}, [*given, *there], wanted)
 
     def fit(self, given: tuple[Any, ...]) -> Along:
@@ -157,7 +177,7 @@ def _first_plan(
 
 
 def fitted(p: AttentionProblem, arrays: Arrays) -> AttentionProblem:
-    """The problem of arrays that have other sizes: a part of the batch or of the heads, or several batches."""
+    """The problem of arrays that have other sizes: a part of the batch, of the heads or of the queries, or several batches."""
     heads_q, heads_kv = arrays["q"].shape[2], arrays["k"].shape[2]
     batch = arrays["cu_seqlens_q"].shape[0] - 1 if p.lengths.varlen else arrays["q"].shape[0]
     score = tuple(
@@ -167,7 +187,9 @@ def fitted(p: AttentionProblem, arrays: Arrays) -> AttentionProblem:
     leaves = iter(range(len(p.leaves)))
     where = tuple(tuple(_placed(leaf, next(leaves), arrays) for leaf in term) for term in p.where)
     sink = None if p.sink is None else replace(p.sink, shape=arrays["sink"].shape)
-    return resized(p, arrays.values(), batch=batch, heads_q=heads_q, heads_kv=heads_kv, score=score, where=where, sink=sink)
+    seqlen_q = p.seqlen_q if p.lengths.varlen else arrays["q"].shape[1]
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "heads_q": heads_q, "heads_kv": heads_kv}
+    return resized(p, arrays.values(), **sizes, score=score, where=where, sink=sink)
 
 
 def _placed(leaf: Any, i: int, arrays: Arrays) -> Any:

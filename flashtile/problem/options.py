@@ -39,8 +39,9 @@ class Options:
         magnitudes, and those of a row with one key are 0; and the probabilities of scores as large as 10^6, of which lse alone
         knows too little, are exact. That takes 4 bytes a row while the backward runs; on a GPU another walk over the keys, 9
         products a tile instead of 7 (split) or 7 instead of 5 (fused), by the portable kernels, for Hopper's own have no such
-        walk. Small problems have it anyway, and float32 by itself. On a CPU it costs nothing where products are float32
-        anyway, and elsewhere makes them float32.
+        walk: 2.5 times as long as its own backward, causal, 4 x 4096, 16 heads of 128 (an H200, 2026-11-29). Small problems
+        have it anyway, and float32 by itself. On a CPU it costs nothing where products are float32 anyway, and elsewhere
+        makes them float32.
     """
 
     backend: str | None = None

@@ -92,7 +92,7 @@ def here(value: Any) -> Any:
     return torch.device("cpu") if named.partition(":")[0] == "cuda" else value
 
 
-def one_by_one(function: Callable[..., Any], jobs: Any, ends: float, workers: int = 1) -> Iterator[Any]:
+def one_by_one(function: Callable[..., Any], jobs: Any, ends: float, workers: int = 1, fresh: bool = False) -> Iterator[Any]:
     """What `in_processes` does, without processes."""
     for job in jobs:
         try:

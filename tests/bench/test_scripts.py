@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as commands
 from benchmarks import companion_cells, companion_sections, experiment, processes, record, replay
+from flashtile import dispatch
 from flashtile.demo.train import Setup
 from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
 from flashtile.problem.attention import AttentionProblem
 from tests.bench import fake_gpu
 
+CPU_PLACE = torch.device("cpu")
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
 TINY_CACHES: dict[str, Any] = dict(PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured)
 SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("[!_]*.py") if '"__main__"' in p.read_text())
@@ -58,8 +61,8 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
              SIZES={"small": dict(batch=1, seqlen_q=20, seqlen_k=20, heads_q=2, heads_kv=2)}), 4,
     ),
     "cached": (
-        ["--models", "tiny", "--batch", "2", "--keys", "32"],
-        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 10,
+        ["--models", "tiny", "--batch", "2", "--keys", "32", "--sets", "split=128", "LOADS=4"],
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 22,
     ),
     "cached --tiles": (
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
@@ -153,6 +156,39 @@ def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
         ("host", "forward", "host_us"), ("host", "both", "host_us"),
     ]  # fmt: skip
     assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
+
+
+def test_builds_that_make_other_tensors_are_not_timed() -> None:
+    """A gradient of another size, of another sign, that is NaN, that is not there: each is named."""
+    compare = importlib.import_module("benchmarks.builds").compare
+    base = [10.0, 0.5, 4.0, -1.0]
+    compare([10.1, 0.45, 4.0, -1.05], base)
+    with pytest.raises(ArithmeticError, match=r"tensor 1: this build makes a signed sum of 1, the base -1"):
+        compare([10.0, 0.5, 4.0, 1.0], base)
+    for wrong in ([10.0, 0.5, 5.0, -1.0], [float("nan"), 0.5, 4.0, -1.0], [10.0, 0.5], []):
+        with pytest.raises(ArithmeticError):
+            compare(wrong, base)
+    with pytest.raises(ArithmeticError, match="the base 0"):
+        compare([], [])
+
+
+def test_what_8_bits_make_is_judged_before_it_is_timed() -> None:
+    fp8: Any = importlib.import_module("benchmarks.fp8")
+    three, z = fp8.tensors_of("2x20x3x32", CPU_PLACE)
+    for what in fp8.JUDGED:
+        for causal in (False, True):
+            call, given = fp8.calls(three, z, causal)[what], fp8.described(what, three, z, causal)
+            said = fp8.judge(what, call, given, CPU_PLACE)
+            assert said["backend"] == dispatch.plan_forward(given[0], CPU).backend
+            assert ("e4m3:head:head:head" in said["problem"], "band=:0" in said["problem"]) == (what == "fp8", causal)
+            for spoil in (
+                lambda out: 1.03 * out,
+                lambda out: out.roll(1, 2),
+                lambda out: out * torch.nan,
+                lambda out: out[:1] * 0,
+            ):
+                with pytest.raises(ArithmeticError, match=f"{what} is off by"):
+                    fp8.judge(what, lambda call=call, spoil=spoil: spoil(call()), given, CPU_PLACE)
 
 
 def raising(*_: Any) -> Any:

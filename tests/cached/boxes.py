@@ -13,19 +13,24 @@ from flashtile.problem.dtype import DType
 from flashtile.problem.lengths import Lengths
 from flashtile.problem.mask import Band
 from flashtile.problem.score import TensorSpec
+from flashtile.problem.stored import Stored
 from flashtile.torch.execute.bound import TORCH_DTYPES
-from tests.cached.draw import RUBBISH, pool
+from tests.cached.draw import RUBBISH, pool, stored_pool
 
 Tensors = dict[str, torch.Tensor]
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def draw(seed: int) -> tuple[CachedProblem, Tensors]:
-    """The problem of a seed, and its tensors by name: in rows and pages that no query may look at, and in no others, NaN."""
+def draw(seed: int, stored: bool = False) -> tuple[CachedProblem, Tensors]:
+    """The problem of a seed, and its tensors by name: in rows and pages that no query may look at, and in no others, NaN.
+
+    stored: its cache is one of 8 bits, with scales or without.
+    """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype, size = r.choice((DType.BF16, DType.FP16)), r.choice((0, 8, 16, 64, 256))
     heads_kv, group, batch, seqlen = r.choice((1, 2)), r.choice((1, 3, 4, 8, 40, 70)), r.choice((1, 2)), r.choice((1, 1, 2, 5))
-    dim = r.choice((64, 128, 80, 24))
-    dim_v = dim if r.random() < 0.7 else r.choice((64, 128, 40))
+    dim = r.choice((64, 128, 80, 48 if stored else 24))
+    dim_v = dim if r.random() < 0.7 else r.choice((64, 128, 32 if stored else 40))
     most = r.choice((60, 300, 300, 500, 500, 500, 2300))
     used = [r.choice((r.randint(0, most), r.randint(1, most), most)) for _ in range(batch)]
     columns = -(-max(*used, 1) // size) + r.randint(0, 2) if size else 1
@@ -57,7 +62,13 @@ def draw(seed: int) -> tuple[CachedProblem, Tensors]:
     tensors |= {"seqused_k": torch.tensor(used, dtype=torch.int32)}
     tensors |= {"page_table": table} if size else {}
     tensors |= {"sink": torch.randn(heads, generator=generator)} if p.sink is not None else {}
-    return CachedProblem(p, pages, split), tensors
+    if not stored:
+        return CachedProblem(p, pages, split), tensors
+    kept = Stored(r.choice(tuple(EIGHT_BITS)), r.choice(("", "head")), r.choice(("", "head")))
+    for side, scaled in (("k", kept.k_scale), ("v", kept.v_scale)):
+        tensors[side] = stored_pool(tensors[side], EIGHT_BITS[kept.dtype])
+        tensors |= {f"{side}_scale": torch.rand(batch, heads_kv, generator=generator) + 0.5} if scaled else {}
+    return CachedProblem(p, pages, split, kept), tensors
 
 
 def given(problem: CachedProblem, tensors: Tensors) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -65,10 +76,10 @@ def given(problem: CachedProblem, tensors: Tensors) -> tuple[list[torch.Tensor],
     p = problem.attention
     names = ("q", "k", "v", *(("page_table",) if problem.pages.table else ()))
     how: dict[str, Any] = {"seqused_k": tensors["seqused_k"], "mask": p.mask, "scale": p.scale}
-    return [tensors[name] for name in names], how | ({"sink": tensors["sink"]} if "sink" in tensors else {})
+    return [tensors[name] for name in names], how | {n: tensors[n] for n in ("sink", "k_scale", "v_scale") if n in tensors}
 
 
 def cleaned(problem: CachedProblem, tensors: Tensors) -> Tensors:
     """The same without NaN and rubbish, which the reference looks at and forgets."""
-    made = {name: t.nan_to_num() if name in "kv" else t for name, t in tensors.items()}
+    made = {name: t.float().nan_to_num().to(t.dtype) if name in "kv" else t for name, t in tensors.items()}
     return made | ({"page_table": made["page_table"].clamp(0, problem.pages.pages - 1)} if problem.pages.table else {})

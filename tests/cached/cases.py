@@ -13,12 +13,16 @@ from tests.cached.draw import CPU, Drawn, draw
 from tests.drafts import drafts
 
 FIRST, COUNT = 20000, 300  # seeds of each backend; without a GPU the portable kernels are interpreted
+KERNELS, CALLS = 200, 11  # on a GPU, where kernels are compiled: of so many, and so many calls of each
 
 
-def drawn_case(seed: int, small: bool, device: torch.device = CPU) -> Drawn:
-    """A call of `draw`: one in three of a cache of 8 bits, one in four with a tree for its mask."""
-    drawn = draw(seed, small, device, stored=seed % 3 == 0)
-    if seed % 4:
+def drawn_case(seed: int, small: bool, device: torch.device = CPU, variant: int | None = None) -> Drawn:
+    """A call of `draw`: of its variants, which are seeds unless named, one in three has a cache of 8 bits, one in four a tree
+    for its mask.
+    """
+    chosen = seed if variant is None else variant
+    drawn = draw(seed, small, device, chosen % 3 == 0, variant)
+    if chosen % 4:
         return drawn
     cu = drawn.arguments.get("cu_seqlens_q")
     nodes = drawn.tensors[0].shape[1] if cu is None else max(int((cu[1:] - cu[:-1]).max()), 1)

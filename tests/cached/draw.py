@@ -55,29 +55,30 @@ def scale_of(pool: torch.Tensor, batch: int, r: random.Random, generator: torch.
     return scale.masked_fill(pool[..., 0].float().isnan(), torch.nan) if len(shape) == 3 else scale
 
 
-def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: bool = False) -> Drawn:
+def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: bool = False, variant: int | None = None) -> Drawn:
     """The call of a seed; small ones have shapes that compile and run quickly where kernels are interpreted. stored: its cache
-    is one of 8 bits, and has scales.
+    is one of 8 bits, and has scales. variant: the seed of what kernels are compiled for, if not this seed.
     """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kind = r if variant is None else random.Random(variant)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    dtype, size = r.choice(DTYPES), r.choice(PAGES)
-    batch, heads_kv, group = r.randint(1, 3), r.choice((1, 2)), r.choice((1, 2, 3, 8))
-    dim = r.choice((16, 24) if small else (8, 24, 64, 80))
-    dim_v = dim if r.random() < 0.7 else r.choice((16, 40))
+    dtype, size = kind.choice(DTYPES), kind.choice(PAGES)
+    batch, heads_kv, group = r.randint(1, 3), kind.choice((1, 2)), kind.choice((1, 2, 3, 8))
+    dim = kind.choice((16, 24) if small else (8, 24, 64, 80))
+    dim_v = dim if kind.random() < 0.7 else kind.choice((16, 40))
     most = r.choice((40, 150) if small else (40, 200, 400))
-    packed, contiguous, padded_left = r.random() < 0.4, r.random() < 0.2, r.random() < 0.3
+    packed, contiguous, padded_left = kind.random() < 0.4, kind.random() < 0.2, kind.random() < 0.3
     counts = [r.choice((0, 1, 1, 2, 5, 9)) for _ in range(batch)]
-    seqlen_q = r.choice((1, 1, 2, 4, 7))
+    seqlen_q = kind.choice((1, 1, 2, 4, 7))
     used = [0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch)]
     first = [r.randint(0, n) if padded_left and n else 0 for n in used]
     if contiguous:
         size = max(*used, 1) + r.randint(0, 3)
     columns = 1 if contiguous else -(-max(*used, 1) // size) + r.randint(0, 2)
-    layout = r.choice(("dense", "heads first", "padded"))
+    layout = kind.choice(("dense", "heads first", "padded"))
     pages = batch if contiguous else batch * columns + 3
     k_cache, v_cache = (pool(pages, size, heads_kv, n, dtype, layout) for n in (dim, dim_v))
     table = torch.tensor([r.choice(RUBBISH) for _ in range(batch * columns)], dtype=torch.int32).view(batch, columns)
@@ -100,16 +101,16 @@ def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: boo
         arguments["cu_seqlens_q"] = torch.tensor(cu, dtype=torch.int32, device=device)
     if padded_left:
         arguments["first_k"] = torch.tensor(first, dtype=torch.int32, device=device)
-    arguments["causal"] = r.random() < 0.5
-    if r.random() < 0.3:
-        arguments["window"] = (r.choice((0, 5, 60, None)), r.choice((0, 3, None)))
-    predicate = r.choice((None, None, None, "dilated", "prefix"))
+    arguments["causal"] = kind.random() < 0.5
+    if kind.random() < 0.3:
+        arguments["window"] = (kind.choice((0, 5, 60, None)), kind.choice((0, 3, None)))
+    predicate = kind.choice((None, None, None, "dilated", "prefix"))
     if predicate == "dilated":
-        arguments["mask"] = flashtile.Dilated(r.choice((2, 3)))
+        arguments["mask"] = flashtile.Dilated(kind.choice((2, 3)))
     elif predicate == "prefix":
         lengths = torch.tensor([r.randint(0, 20) for _ in range(batch)], dtype=torch.int32, device=device)
         arguments["mask"] = flashtile.Prefix(lengths) | flashtile.Band(right=0)
-    modifiers = r.choice(((), (), ("softcap",), ("alibi",), ("bias",), ("softcap", "alibi")))
+    modifiers = kind.choice(((), (), ("softcap",), ("alibi",), ("bias",), ("softcap", "alibi")))
     made = {
         "softcap": lambda: flashtile.Softcap(5.0),
         "alibi": lambda: flashtile.Alibi(torch.rand(heads, generator=generator).to(device)),
@@ -118,25 +119,25 @@ def draw(seed: int, small: bool = False, device: torch.device = CPU, stored: boo
         ),
     }
     arguments["score"] = tuple(made[name]() for name in modifiers)
-    if r.random() < 0.3:
+    if kind.random() < 0.3:
         arguments["sink"] = normal(heads).to(device)
-    if r.random() < 0.2:
+    if kind.random() < 0.2:
         arguments["scale"] = 0.3
-    split = r.choice((None, 0, 128, 128, 256))
+    split = kind.choice((None, 0, 128, 128, 256))
     about = (
         f"seed {seed}: {dtype}, page {size}, {layout}, used {used}, first {first}, {sorted(arguments)}, {modifiers}, {split}"
     )
     if stored:
-        kind = r.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
-        shared = dim_v <= dim and r.random() < 0.3
-        k_cache = stored_pool(k_cache, kind)
-        v_cache = k_cache[..., :dim_v] if shared else stored_pool(v_cache, kind)
+        number = kind.choice((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+        shared = dim_v <= dim and kind.random() < 0.3
+        k_cache = stored_pool(k_cache, number)
+        v_cache = k_cache[..., :dim_v] if shared else stored_pool(v_cache, number)
         for name, one in (("k_scale", k_cache), ("v_scale", v_cache)):
-            scale = scale_of(one, batch, r, generator)
+            scale = scale_of(one, batch, kind, generator)
             if scale is not None:
                 arguments[name] = scale.to(device)
-        about += f", {kind}, {[(n, tuple(arguments[n].shape)) for n in SCALES if n in arguments]}, shared {shared}"
-    elif seed % 7 == 0 and dim_v <= dim:
+        about += f", {number}, {[(n, tuple(arguments[n].shape)) for n in SCALES if n in arguments]}, shared {shared}"
+    elif (seed if variant is None else variant) % 7 == 0 and dim_v <= dim:
         v_cache = k_cache[..., :dim_v]
         about += ", shared"
     tensors = (q, k_cache, v_cache, *(() if contiguous else (table,)))

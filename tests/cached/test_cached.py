@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,3 +165,27 @@ def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatc
         assert planned == [parts]
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
+
+
+def test_columns_of_the_sum_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Of the launch that adds parts up: fewer where multiprocessors are idle."""
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(2, 3000, 1, 64, generator=generator).half().to(device) for _ in "kv")
+    used = torch.tensor([3000, 1400], dtype=torch.int32, device=device)
+    q = torch.randn(2, 1, 4, 64, generator=generator).half().to(device)
+    how: dict[str, Any] = dict(seqused_k=used, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    made: list[tuple[torch.Tensor, ...]] = []
+    calls: list[Any] = []
+    plain = decoding.combine_call
+    for count in (1, 1000):
+
+        def combine(problem: Any, packing: Any, tile: Any, together: int, place: Any, count: int = count) -> Any:
+            calls.append(plain(problem, packing, tile, together, replace(place, sm_count=count)))
+            return calls[-1]
+
+        monkeypatch.setattr(cached, "combine_call", combine)
+        dispatch.plan_cached.cache_clear()
+        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        made.append(flashtile.attention_cached(q, k, v, **how))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert [dict(call.constants)["COLUMNS"] for call in calls] == [64, 32]

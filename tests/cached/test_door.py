@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.compat import flash_attn as fa
 from flashtile.compat import flash_attn_3 as fa3
+from flashtile.compat import flash_attn_passes as passes
 
 
 def test_append_rotary_and_pages_as_flash_attention_has_them() -> None:
@@ -78,6 +79,11 @@ def test_version_2_reads_pages_in_its_packed_function() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(o.sum(), t)[0] for o, t in ((out, leaf), (want, other))))
     with pytest.raises(flashtile.NotSupported, match=r"dropout_p is 0\.1"):
         fa.flash_attn_varlen_func(q, *pools, starts, ends, 3, 7, dropout_p=0.1, block_table=TABLE)
+    for named in ({}, {"seqused_k": ends.diff()}):  # lengths by either
+        made = passes._flash_attn_varlen_forward(
+            q, *pools, starts, ends, 3, 7, 0.0, None, True, block_table=TABLE, **named
+        )  # fmt: skip
+        torch.testing.assert_close(made[:2], (out.detach(), lse.detach()))
 
 
 def test_version_3_packs_queries_and_new_keys_apart() -> None:
@@ -91,7 +97,7 @@ def test_version_3_packs_queries_and_new_keys_apart() -> None:
     out, lse, *rest = fa3.flash_attn_with_kvcache(
         q, *made, k, v, None, cos, sin, LENGTHS, rows, page_table=TABLE, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
         rotary_seqlens=starts, causal=True, return_softmax_lse=True,
-        scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, cache_seqlens=LENGTHS),
+        scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, 4, 2, 16, LENGTHS),
     )  # fmt: skip
     assert [t.numel() for t in rest] == [0, 0]
     for i, (row, n) in enumerate(zip(rows.tolist(), LENGTHS.tolist(), strict=True)):

@@ -58,8 +58,8 @@ def test_a_spelling_is_explained(hopper_runs: None) -> None:
         "2.149 GB", "bound by memory", "triton: could run it, but hopper comes first", "cpu: tensors are on sm90",
     ):  # fmt: skip
         assert says in text, text
-    text = str(flashtile.explain(LLAMA.format("cache=e4m3:head:head"), device="H100"))
-    for says in ("forward: triton", "split: one pass, as asked; by default parts of 256 keys", "hopper: the cache stores e4m3"):
+    text = str(flashtile.explain(LLAMA.format("cache=int8:head:head"), device="H100"))
+    for says in ("forward: triton", "split: one pass, as asked; by default parts of 256 keys", "hopper: the cache stores int8"):
         assert says in text, text
     asked = flashtile.Options(backend="triton")
     text = str(flashtile.explain(LLAMA.format("split=256"), device="H100", options=asked))

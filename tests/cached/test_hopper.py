@@ -18,9 +18,9 @@ from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
 HOPPER = flashtile.Options(backend="hopper")
 
 
-def run(seed: int, device: torch.device) -> None:
+def run(seed: int, stored: bool, device: torch.device) -> None:
     """Assert the accuracy rule, and that nothing but numbers comes back."""
-    problem, tensors = draw(seed)
+    problem, tensors = draw(seed, stored)
     inputs, how = given(problem, {name: t.to(device) for name, t in tensors.items()})
     with torch.no_grad():
         out, lse = flashtile.attention_cached(*inputs, **how, split=problem.split, return_lse=True, options=HOPPER)
@@ -37,10 +37,11 @@ def run(seed: int, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("first", range(0, 320, 20))
-def test_random_calls(first: int, device: torch.device) -> None:
+def test_random_calls(first: int, stored: bool, device: torch.device) -> None:
     for seed in range(first, first + 20):
-        run(seed, device)
+        run(seed, stored, device)
 
 
 @pytest.mark.gpu
@@ -78,7 +79,8 @@ def test_what_it_refuses_it_says() -> None:
         "page_size is 24": replace(problem, pages=replace(problem.pages, page_size=24)),
         "page_size is 4;": replace(problem, pages=replace(problem.pages, page_size=4)),
         "keys begin at first_k": replace(problem, pages=replace(problem.pages, first=True)),
-        "the cache stores e4m3": replace(problem, stored=Stored("e4m3")),
+        "the cache stores int8": replace(problem, stored=Stored("int8")),
+        "rows of the cache have scales": replace(problem, stored=Stored("e4m3", "head", "token")),
         "values are columns": replace(problem, shared=True),
         "the copy engine cannot read": replace(problem, addressable=False),
         "head_dim is 256": replace(problem, attention=replace(problem.attention, head_dim=256)),

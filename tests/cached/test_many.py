@@ -1,4 +1,6 @@
-"""600 random calls over caches, judged by the float64 reference: what no query may look at is NaN, and so is new memory."""
+"""Random calls over caches, 600 without a GPU and 2,200 more with one, judged by the float64 reference: what no query may look
+at is NaN, and so is new memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.cached.cases import COUNT, FIRST, drawn_case, kinds_of
+from tests.cached.cases import CALLS, COUNT, FIRST, KERNELS, drawn_case, kinds_of
 from tests.cached.draw import PAGES, check
 
 STEP = 20
@@ -27,6 +29,22 @@ def test_a_sample_is_right(backend: str, place: torch.device) -> None:
 @pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, STEP))
 def test_all_are_right(backend: str, place: torch.device, first: int) -> None:
     judge(backend, place, range(first, min(first + STEP, FIRST + COUNT)))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", range(KERNELS))
+def test_calls_of_one_kernel_are_right(kernel: int, device: torch.device) -> None:
+    for number in range(CALLS):
+        check(drawn_case(FIRST + kernel * CALLS + number, False, device, kernel), "triton")
+
+
+def test_calls_of_one_kernel_differ_in_lengths_and_places() -> None:
+    """Of each kernel all calls are of the same kinds, and no two the same call."""
+    for kernel in range(0, KERNELS, 9):
+        some = [drawn_case(FIRST + kernel * CALLS + number, False, variant=kernel) for number in range(CALLS)]
+        assert len({tuple(kinds_of(drawn)) for drawn in some}) == 1
+        assert len({drawn.about for drawn in some}) == CALLS
 
 
 def test_everything_is_among_them() -> None:

@@ -266,8 +266,10 @@ def test_refusals(place: torch.device) -> None:
     with pytest.raises(InvalidProblem, match=r"dropout p is 1\.0"):
         fa.flash_attn_func(q, k, v, 1.0)
     how: Any = (0.0, None, False, -1, -1)
-    for name, value in (("leftpad_k", cu), ("num_splits", 4), ("block_table", cu)):
-        with pytest.raises(NotSupported, match="pages" if name == "block_table" else name):
+    with pytest.raises(InvalidProblem, match=r"block_table has shape \(2,\)"):
+        passes._flash_attn_varlen_forward(q[0], k, v, cu, cu, 5, 5, *how, block_table=cu)
+    for name, value in (("leftpad_k", cu), ("num_splits", 4)):
+        with pytest.raises(NotSupported, match=name):
             passes._flash_attn_varlen_forward(q[0], k[0], v[0], cu, cu, 5, 5, *how, **{name: value})
     with pytest.raises(NotSupported, match="S_dmask knows whole items alone"):
         passes._flash_attn_varlen_forward(q[0], k[0], v[0], cu, cu, 5, 5, 0.5, *how[1:], return_softmax=True, seqused_k=cu[1:])

@@ -182,8 +182,7 @@ def test_refusals(place: torch.device) -> None:
     cu = torch.tensor([0, 5], dtype=torch.int32, device=place)
     scale = torch.ones(1)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"qv": q}, "qv is given"), ({"attention_chunk": 4}, "attention_chunk is 4"),
-        ({"num_splits": 3}, "num_splits is 3"), ({"sm_margin": 8}, "sm_margin is 8"),
+        ({"qv": q}, "qv is given"), ({"sm_margin": 8}, "sm_margin is 8"),
     ]  # fmt: skip
     for arguments, reason in refused:
         with pytest.raises(NotSupported, match=reason):
@@ -202,24 +201,110 @@ def test_refusals(place: torch.device) -> None:
         fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 5, 5, q_descale=scale)
     with pytest.raises(InvalidProblem, match="k_descale is given and the cache is torch"):
         fa3.flash_attn_with_kvcache(q, k, v, k_descale=scale)
-    with pytest.raises(NotSupported, match="attention_chunk is 4"):
-        fa3.flash_attn_with_kvcache(q, k, v, attention_chunk=4)
+    for call in (fa3.flash_attn_func, fa3.flash_attn_with_kvcache):
+        with pytest.raises(InvalidProblem, match="attention_chunk is -1; it must be an int from 0 on"):
+            call(q, k, v, attention_chunk=-1)
     dense = ("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
              "block_sparse_tensors", "block_sparse_tensors_bwd")  # fmt: skip
     for name in dense:
         with pytest.raises(NotSupported, match=f"{name} is given"):
             fa4.flash_attn_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
-    for name in (*dense[:-1], "page_table", "scheduler_metadata", "seqlen_k_per_split"):
+    for name in (*dense[:-1], "scheduler_metadata", "seqlen_k_per_split"):
         with pytest.raises(NotSupported, match=f"{name} is given"):
             fa4.flash_attn_varlen_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(NotSupported, match="queries and keys must lie alike"):
-        fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu)
-    with pytest.raises(NotSupported, match="num_splits is 2"):
-        fa4.flash_attn_func(q, k, v, num_splits=2)
+    with pytest.raises(NotSupported, match="padded queries have padded keys"):
+        fa4.flash_attn_varlen_func(q, k[0], v[0], cu_seqlens_k=cu)
+    for name in ("cu_seqlens_k", "seqused_q"):
+        with pytest.raises(NotSupported, match=f"{name} is given beside keys of a cache"):
+            fa4.flash_attn_varlen_func(q[0], k, v, cu_seqlens_q=cu, page_table=cu[:1, None], **{name: cu})
     with pytest.raises(InvalidProblem, match="window_size is 3"):
         fa4.flash_attn_func(q, k, v, window_size=3)
     with pytest.raises(InvalidProblem, match="causal is None"):
         fa4.flash_attn_func(q, k, v, causal=None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_are_their_mask(causal: bool, place: torch.device) -> None:
+    """attention_chunk of dense calls, of items and of a cache padded on the left; num_splits changes no bit of them."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=generator).to(place) for n in (7, 40, 40))
+
+    def formula(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
+        position = torch.arange(queries.shape[0], device=place)[:, None] + keys.shape[0] - queries.shape[0]
+        key = torch.arange(keys.shape[0], device=place)[None]
+        keep = (torch.div(position, size, rounding_mode="floor") == key // size) & ((key <= position) | (not causal))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys).div(4.0).masked_fill(~keep, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), values)
+
+    for size in (1, 6, 16, 100):
+        how = dict(causal=causal, attention_chunk=size)
+        want = torch.stack([formula(q[i], k[i], v[i], size) for i in range(2)])
+        torch.testing.assert_close(fa3.flash_attn_func(q, k, v, **how), want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(fa3.flash_attn_func(q, k, v, **how, num_splits=3), fa3.flash_attn_func(q, k, v, **how))
+        cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=place) for n in (7, 40)]
+        made = fa3.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), *cu, 7, 40, **how, num_splits=4)
+        torch.testing.assert_close(made.unflatten(0, (2, 7)), want, rtol=1e-5, atol=1e-5)
+        used, left = (torch.tensor(n, dtype=torch.int32, device=place) for n in ([33, 19], [5, 0]))
+        made = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=left, **how)
+        want = torch.stack([formula(q[i], k[i, a:b], v[i, a:b], size) for i, (a, b) in enumerate([(5, 33), (0, 19)])])
+        torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+
+
+def test_metadata_is_asked_for_as_theirs_is() -> None:
+    """By position: in decoding loops cache_seqlens is the seventh."""
+    lengths = torch.tensor([3, 4, 5, 6, 7], dtype=torch.int32)
+    for module in (fa3, fa4):
+        made = module.get_scheduler_metadata(5, 1, 64, 4, 2, 16, lengths, torch.bfloat16, headdim_v=16, causal=True)
+        assert (made.dtype, made.shape) == (torch.int32, (8,))
+        assert torch.equal(module.get_scheduler_metadata(5, 1, 64, 4, 2, 16, cache_seqlens=lengths), made)
+
+
+def test_version_4_reads_pages_and_padded_keys(place: torch.device) -> None:
+    """page_table beside padded and packed queries, and padded keys beside packed queries; gradients of queries."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator).to(place) for n, h in ((3, 4), (20, 2), (20, 2)))
+    used = torch.tensor([20, 9], dtype=torch.int32, device=place)
+    want, sums = fa4.flash_attn_varlen_func(q, k, v, seqused_k=used, causal=True, window_size=(11, None), return_lse=True)
+    assert sums is not None
+    table = torch.randperm(8, generator=generator)[:8].view(2, 4).int().to(place)
+    pools = [t.new_full((8, 5, 2, 16), torch.nan) for t in (k, v)]
+    for pool, dense in zip(pools, (k, v), strict=True):
+        pool[table.flatten().long()] = dense.reshape(8, 5, 2, 16)
+    flat, cu = q.flatten(0, 1), torch.tensor([0, 3, 6], dtype=torch.int32, device=place)
+    how: dict[str, Any] = dict(causal=True, window_size=(11, None), seqused_k=used, return_lse=True)
+    for split in (None, 128):
+        out, lse = fa4.flash_attn_varlen_func(q, *pools, page_table=table, **how, seqlen_k_per_split=split, num_splits=2)
+        torch.testing.assert_close((out, lse), (want, sums), rtol=1e-5, atol=1e-5)
+    for keys, named in ((pools, {"page_table": table}), ((k, v), {})):
+        out, lse = fa4.flash_attn_varlen_func(flat, *keys, cu_seqlens_q=cu, **named, **how)
+        torch.testing.assert_close(
+            (out.unflatten(0, (2, 3)), lse), (want, sums.transpose(0, 1).flatten(1)), rtol=1e-5, atol=1e-5
+        )
+    whole, _ = fa4.flash_attn_varlen_func(flat, *pools, cu_seqlens_q=cu, page_table=table)
+    torch.testing.assert_close(whole.unflatten(0, (2, 3)), fa4.flash_attn_func(q, k, v)[0], rtol=1e-5, atol=1e-5)
+    asks = q.clone().requires_grad_()
+    fa4.flash_attn_varlen_func(asks, *pools, page_table=table, seqused_k=used)[0].sum().backward()
+    assert asks.grad is not None
+    with pytest.raises(InvalidProblem, match="seqlen_k_per_split is 100; it must be"):
+        fa4.flash_attn_varlen_func(q, *pools, page_table=table, seqlen_k_per_split=100)
+    with pytest.raises(InvalidProblem, match=r"page_table is torch\.int64"):
+        fa4.flash_attn_varlen_func(q, *pools, page_table=table.long())
+
+
+def test_e4m3_is_rotated() -> None:
+    """New keys and queries of e4m3 beside tables of e4m3: as version 3 has it."""
+    kind, generator = torch.float8_e4m3fn, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=generator).to(kind) for n in (2, 2, 2))
+    caches = [torch.randn(2, 12, 2, 16, generator=generator).to(kind) for _ in "kv"]
+    cos, sin = (f(torch.rand(12, 8, generator=generator) * 6).to(kind) for f in (torch.cos, torch.sin))
+    wide = [t.float() for t in caches]
+    how: dict[str, Any] = dict(cache_seqlens=torch.tensor([9, 5], dtype=torch.int32), causal=True, rotary_interleaved=False)
+    out = fa3.flash_attn_with_kvcache(q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, **how)
+    floats = [t.float() for t in (k, v, cos, sin)]
+    want = fa3.flash_attn_with_kvcache(q.float(), *wide, *floats[:2], rotary_cos=floats[2], rotary_sin=floats[3], **how)
+    torch.testing.assert_close(out.float(), want, rtol=5e-2, atol=5e-2)
+    for cache, exact in zip(caches, wide, strict=True):
+        torch.testing.assert_close(cache.float(), exact.to(kind).float(), rtol=0.13, atol=2e-3)
 
 
 def test_a_cache_in_e4m3_beside_queries_of_both_kinds() -> None:

@@ -43,10 +43,10 @@ SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is
     "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
     "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
 }  # fmt: skip
-HOPPER: dict[str, tuple[str, Pages, int]] = {
-    "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512),
-    "hopper pages": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512),
-    "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0),
+HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {
+    "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512, None),
+    "hopper pages": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, None),
+    "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
     "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512),
 }
 TARGETS = ("sm80", "sm90")
@@ -66,8 +66,8 @@ def main() -> None:
             spelling, pages, split, stored, shared = SPELLINGS[name]
             problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
             plans[name] = backend_named("triton").cached(problem, device)
-        for name, (spelling, pages, split) in HOPPER.items() if target == "sm90" and not others else ():
-            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split)
+        for name, (spelling, pages, split, stored) in HOPPER.items() if target == "sm90" and not others else ():
+            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored)
             plans[name] = backend_named("hopper").cached(problem, device)
         for name, plan in plans.items():
             for call in plan.calls:

@@ -419,7 +419,7 @@ def the_text_says_which_method_and_what_it_sends() -> None:
     assert f"  allgather: a rank sends {keys * 2 * (ranks - 1):,} bytes forward, {keys * 4 * (ranks - 1):,} backward" in text
     assert "busiest rank has 1.00 times" in Context(method="ring", layout="zigzag").explain(q, k, v, causal=True)
     assert "busiest rank has 1.00 times" not in Context(method="ring").explain(q, k, v, causal=True)
-    of_gpu = [torch.empty(1, 8192, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]
+    of_gpu = [torch.empty(1, 65536 // ranks, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]
     told = Context(method="allgather", layout="zigzag").explain(*of_gpu, causal=True)
     assert "backward, in 2 groups of heads: all but one group's while others are computed" in told
     assert told.count("all but the first step's while keys are computed") == 1

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 import flashtile
-import flashtile.torch.context.attention as attention_over_ranks
 from flashtile import Alibi, Band, Bias, Dilated, Document, Dropout, KeyPadding, NotSupported, Prefix, Softcap, TopLeft
 from flashtile.distributed import Context
-from tests.distributed.cases import FEATURES, IDS, KEEP, SEQLEN, USED, Case, Cut, Told, judge
+from tests.distributed.cases import FEATURES, IDS, KEEP, SEQLEN, Case, Cut, Told, judge
+from tests.distributed.volumes import in_groups
 
 COUNTS = {2: 24, 4: 8}
 MASKS: dict[str, Any] = {
-    "documents": lambda cut: Document(cut(IDS, 0)), "padding": lambda cut: KeyPadding(cut(KEEP, 1)),
-    "prefix or window": lambda cut: Prefix(torch.tensor([7, 30])) | Band(left=6, right=0),
-    "documents or padding": lambda cut: Document(cut(IDS, 0)) | KeyPadding(cut(KEEP, 1)),
-    "top left": lambda cut: TopLeft(left=12), "dilated": lambda cut: Dilated(3),
+    "documents": lambda t, cut: Document(cut(IDS, 0)), "padding": lambda t, cut: KeyPadding(cut(KEEP, 1)),
+    "prefix or window": lambda t, cut: Prefix(t["prefix"]) | Band(left=6, right=0),
+    "documents or padding": lambda t, cut: Document(cut(IDS, 0)) | KeyPadding(cut(KEEP, 1)),
+    "top left": lambda t, cut: TopLeft(left=12), "dilated": lambda t, cut: Dilated(3),
 }  # fmt: skip
 SCORES: dict[str, Any] = {
     "softcap": lambda t, cut: Softcap(2.0), "alibi": lambda t, cut: Alibi(t["slopes"]),
@@ -39,14 +39,14 @@ def draw(dice: random.Random) -> tuple[str, Told]:
     def told(t: dict[str, torch.Tensor], cut: Cut) -> dict[str, Any]:
         found: dict[str, Any] = dict(band)
         for i, name in enumerate(masks):
-            mask = MASKS[name](cut)
+            mask = MASKS[name](t, cut)
             found["mask"] = found["mask"] & mask if i else mask
         found["score"] = tuple(SCORES[name](t, cut) for name in scores)
         return (
             found
             | ({"sink": t["sink"]} if sink else {})
             | ({"dropout": drop} if drops else {})
-            | ({"seqused_q": USED, "seqused_k": USED} if used else {})
+            | ({"seqused_q": t["used"], "seqused_k": t["used"]} if used else {})
         )
 
     return f"{band}, {masks}, {scores}, sink {sink}, {drop if drops else 'no dropout'}, used {used}", told
@@ -64,8 +64,7 @@ def drawn_calls_are_those_of_one_process(seed: int = 59) -> str:
         seqlen_q = SEQLEN if "used True" in name or "documents" in name or dice.random() < 0.7 else SEQLEN // 2
         options = flashtile.Options(deterministic=True) if dice.random() < 0.2 else None
         case = Case(method, layout, f"drawn {number}: {name}", torch.float32, heads_kv, seqlen_q, lse, options)
-        split = patch.object(attention_over_ranks, "head_groups", lambda q, k, _, groups=groups: min(groups, k.shape[2]))
-        with patch.dict(FEATURES, {case.feature: told}), split:
+        with patch.dict(FEATURES, {case.feature: told}), in_groups(groups):
             try:
                 found = judge(case, Context(None, method, layout), number % ranks)
             except NotSupported:

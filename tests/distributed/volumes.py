@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flashtile
-import flashtile.torch.context.attention as attention_over_ranks
 from flashtile import Band, Dilated, InvalidProblem, NotSupported
 from flashtile.distributed import Context, attention, attention_varlen, shard
 from flashtile.integrations.diffusers import attention_forward
-from flashtile.torch.context.collectives import Gathering, Returning
+from flashtile.torch.context import gathered, heads
+from flashtile.torch.context.collectives import Gathering, Returning, ToHeads, ToTokens
+from flashtile.torch.context.context import head_groups
 from flashtile.torch.execute.prepared import PreparedCall
 from tests.distributed.cases import Case, data, judge
 from tests.distributed.checks import shards
@@ -122,13 +123,13 @@ def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
         noted(Gathering, "__init__", lambda *_: "begin"), noted(Gathering, "arrived", lambda *_: "here"),
         noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
         noted(Returning, "begin", lambda _, group, *__: f"return {group}"),
-        noted(Returning, "arrived", lambda _, group: f"sum {group}"),
+        noted(Returning, "arrived", lambda _, group, *__: f"sum {group}"),
     )  # fmt: skip
     context, d = Context(None, "allgather", "zigzag"), data(torch.bfloat16, 4)
     local = [shard(t, context) for t in (d.q, d.k, d.v)]
     made: dict[int, list[torch.Tensor]] = {}
     for groups in (1, 2, 4):
-        with patch.object(attention_over_ranks, "head_groups", lambda *_, groups=groups: groups), ExitStack() as stack:
+        with in_groups(groups), ExitStack() as stack:
             for note in notes:
                 stack.enter_context(note)
             log.clear()
@@ -141,18 +142,68 @@ def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
                 log.clear()
                 made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
                 assert torch.equal(made[groups][1], alone)
-        backward = [word for i in range(groups)[::-1] for word in ("differentiate", "differentiate", f"return {i}")]
-        assert log == backward + [f"sum {i}" for i in range(groups)], log
+        backward = list[str]()
+        for i in range(groups)[::-1]:
+            backward += ["differentiate", "differentiate", f"return {i}", *([f"sum {i + 1}"] if i + 1 < groups else [])]
+        assert log == [*backward, "sum 0"], log
         for one, other in zip(made[1], made[groups], strict=True):
             assert torch.equal(one, other)
     for feature in ("dropout", "alibi", "bias", "sink", "documents", "packed causal", "packed window"):
-        with patch.object(attention_over_ranks, "head_groups", lambda *_: 2):
+        with in_groups(2):
             assert not judge(Case("allgather", "zigzag", feature), context, 0), feature
-    laws = [(8192, 8, 2), (32768, 8, 4), (32768, 2, 2), (32768, 1, 1), (1024, 8, 1)]  # of 32 heads
-    for rows, heads_kv, groups in laws:
+            if feature != "bias":
+                assert not judge(Case("ulysses", "contiguous", feature), Context(None, "ulysses"), 0), feature
+    laws = [(8192, 8, 1, 1), (32768, 8, 2, 4), (65536, 8, 4, 4), (32768, 2, 1, 1), (65536, 1, 1, 1)]  # of 32 heads
+    for rows, heads_kv, groups, by_heads in laws:
         q, k = (torch.empty(1, rows, heads, 128, device="meta") for heads in (32, heads_kv))
-        assert attention_over_ranks.head_groups(q, k, context) == groups
-    assert attention_over_ranks.head_groups(d.q, d.k, context) == 1
+        assert head_groups("allgather", q, k, context) == groups
+        assert head_groups("ulysses", q, k, context) == by_heads
+    assert head_groups("allgather", d.q, d.k, context) == head_groups("ulysses", d.q, d.k, context) == 1
+
+
+@contextmanager
+def in_groups(groups: int) -> Generator[None]:
+    """Heads are attended in so many groups, or in as many as a rank has."""
+
+    def as_asked(method: str, q: torch.Tensor, k: torch.Tensor, context: Context) -> int:
+        return min(groups, max(k.shape[2] // (context.ranks if method == "ulysses" else 1), 1))
+
+    with patch.object(gathered, "head_groups", as_asked), patch.object(heads, "head_groups", as_asked):
+        yield
+
+
+def heads_by_groups_are_under_way_while_others_are_computed() -> None:
+    """The same bits as at once, in every layout; a group's results leave before the next is computed."""
+    log: list[str] = []
+
+    def noted(home: Any, name: str, word: str) -> Any:
+        plain = getattr(home, name)
+        return patch.object(home, name, lambda *args, **named: (log.append(word), plain(*args, **named))[1])
+
+    notes = (
+        noted(ToHeads, "__init__", "begin"), noted(ToHeads, "arrived", "here"), noted(ToTokens, "__init__", "leave"),
+        noted(ToTokens, "arrived", "there"), noted(PreparedCall, "forward", "attend"),
+        noted(PreparedCall, "gradients", "differentiate"),
+    )  # fmt: skip
+    d = data(torch.bfloat16, 8)
+    for layout in ("contiguous", "zigzag", "striped"):
+        context = Context(None, "ulysses", layout)
+        local, made = [shard(t, context) for t in (d.q, d.k, d.v)], dict[int, list[torch.Tensor]]()
+        for groups in (1, 2, 4):
+            with in_groups(groups), ExitStack() as stack:
+                for note in notes:
+                    stack.enter_context(note)
+                log.clear()
+                leaves = [t.detach().requires_grad_() for t in local]
+                out = attention(*leaves, context=context, causal=True)
+                assert log == ["begin"] * groups + ["here", "attend", "leave"] * groups + ["there"] * groups, log
+                for _ in range(2):
+                    log.clear()
+                    made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
+                backward = ["begin"] * groups + ["here", "differentiate", "leave"] * groups + ["there"] * groups
+                assert log == backward, log
+            for one, other in zip(made[1], made[groups], strict=True):
+                assert torch.equal(one, other)
 
 
 def heads_over_one_axis_of_a_mesh_and_positions_over_the_other() -> None:

@@ -28,6 +28,7 @@ from tests.distributed.ring_names import names_of_ring_flash_attn
 from tests.distributed.volumes import (
     a_window_fetches_its_halo_alone,
     degrees_of_diffusers,
+    heads_by_groups_are_under_way_while_others_are_computed,
     heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
     keys_by_groups_of_heads_are_under_way_while_others_are_computed,
 )
@@ -51,6 +52,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             *(ENGINES if ranks == 2 else ()),
             *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
             *((keys_by_groups_of_heads_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
+            *((heads_by_groups_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
         )
     }

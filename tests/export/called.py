@@ -54,8 +54,8 @@ def own_plan(entry: Entry, export: Export, sizes: dict[str, int], device: Device
         return plan_cached(append_of(cached) if entry.direction == "append" else cached, device)
     problem = export.at(sizes)
     if entry.direction == "forward":
-        return first_of(GPU_BACKENDS, problem, device, None).forward(problem, device)
-    return first_of(GPU_BACKENDS, problem, device, "auto").backward(
+        return first_of(GPU_BACKENDS, lambda each: each.unsupported(problem, device), problem, device).forward(problem, device)
+    return first_of(GPU_BACKENDS, lambda each: each.unsupported(problem, device, "auto"), problem, device).backward(
         problem, device, Gradients(dlse=problem.returns_lse), "auto"
     )
 

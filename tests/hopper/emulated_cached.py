@@ -1,9 +1,10 @@
 """Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
 
-python -m tests.hopper.emulated_cached SEED ...
+python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true}' ...
 
-A seed draws a call: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that
-belong to none are rubbish, and so is scratch that was not written. Parts are added up by PyTorch.
+A seed draws a call, over a cache of 8 bits where it is to be `stored`: pages, lengths, a window, heads. Rows and pages that
+nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is scratch that was not written.
+Parts are added up by PyTorch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
 from flashtile.reference.cached import cached_reference
+from flashtile.torch.call.stored import bytes_of
 from flashtile.torch.execute.bound import Bound
 from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
+STORED_TILES = tuple(CachedLaunch(block_k, stages) for block_k, stages in ((64, 3), (32, 2), (128, 2)))
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
@@ -54,17 +57,19 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
     return {"out": torch.stack(outs).view(*shape, -1), "lse": torch.stack(sums).view(shape).transpose(1, 2)}
 
 
-def assess(seed: Any) -> dict[str, Any]:
-    """The errors of a seed's results."""
-    problem, tensors = draw(int(seed))
+def assess(case: Any) -> dict[str, Any]:
+    """The errors of a case's results."""
+    seed, stored = case["seed"], case["stored"]
+    problem, tensors = draw(seed, stored)
     assert not refusals(problem), refusals(problem)
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
-    launch = TILES[int(seed) % len(TILES)]
-    plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[int(seed) // 4 % 2]), "hopper", launch)
+    tiles = STORED_TILES if stored else TILES
+    launch = tiles[seed % len(tiles)]
+    plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)
     buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)
     plan = Plan(problem, plan.backend, "", buffers, plan.calls[:1])
-    inputs = {b.name: tensors[b.name] for b in plan.named("input")}
+    inputs = {b.name: bytes_of(tensors[b.name]) for b in plan.named("input")}
     with patch.object(torch, "empty_strided", poisoned):
         made = Bound(plan, inputs, torch.device("cpu")).run(inputs)
     assert isinstance(plan.calls[0], KernelCall)

@@ -73,6 +73,7 @@ class Tile:
 
 SMALL = dict(block_q=64)
 APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
+NARROW = dict(narrow=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -122,6 +123,11 @@ BACKWARD = {
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),
+    ),
+    "narrow": (
+        Tile((TINY, CAUSAL, LEFT, SHARED_HEADS, MODIFIERS), 96, launch=NARROW),
+        Tile((CAUSAL, SHARED_HEADS), 96, 128, deterministic=True, launch=NARROW),
+        Tile((CAUSAL, GROUPED), 128, 72, launch=dict(CONVERTED, **NARROW)),
     ),
     "wide": (
         Tile(ALL, 256),
@@ -197,6 +203,15 @@ def test_so_are_those_of_items() -> None:
     used = {"seqused_q": [300, 17], "seqused_k": [290, 100]}
     told = [{"lengths": starts, "head_dim": 64}, {"lengths": used, "head_dim": 64}]
     judge([*told, *({"lengths": starts, "head_dim": n} for n in (128, 256))], "emulated_wide")
+
+
+@pytest.mark.parametrize("parts", ["items", "documents"])
+def test_a_query_of_one_key_beside_dropout_has_no_gradient_by_its_score(parts: str) -> None:
+    """delta is of out, which dropout's factor makes another number than the key's value, and 16 bits round."""
+    whole, cut = {"lengths": [200], "parts": parts}, {"lengths": [70, 1, 64, 65], "parts": parts}
+    told: list[dict[str, Any]] = [{**cut, "head_dim": n, "backward": "fused"} for n in (64, 128, 256)]
+    told += [{**cut, "head_dim": 128, "backward": "split"}, {**whole, "head_dim": 64, "backward": "fused", "softcap": 30.0}]
+    judge([*told, {**whole, "head_dim": 64, "backward": "split", "softcap": 30.0}], "emulated_lone")
 
 
 @pytest.mark.parametrize("lags", some_whole(LAGS, [LAGS[0], LAGS[3]]))

@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results are rounded to 2e-3 each
 
 
-@pytest.mark.parametrize("first", [0, 20])
-def test_random_calls(first: int) -> None:
-    command = [sys.executable, "-m", "tests.hopper.emulated_cached", *map(str, range(first, first + 20))]
+@pytest.mark.parametrize(("first", "stored"), [(0, False), (20, False), (0, True)])
+def test_random_calls(first: int, stored: bool) -> None:
+    cases = [json.dumps({"seed": seed, "stored": stored}) for seed in range(first, first + 20)]
+    command = [sys.executable, "-m", "tests.hopper.emulated_cached", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     rows = [json.loads(line) for line in run.stdout.splitlines()]

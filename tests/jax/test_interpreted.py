@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from flashtile import dispatch
+from flashtile import Mass, dispatch
+from flashtile.jax import dot_product_attention
 from flashtile.jax.arrays import JAX_DTYPES
 from flashtile.jax.launch import held
 from flashtile.jax.run import plan_p
-from flashtile.jax.step import Backward
+from flashtile.jax.step import Along, Backward
 from flashtile.plan.call import KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import CPU
 from flashtile.triton_glue.compile import contiguous
@@ -61,7 +62,9 @@ def launch(plan: Plan, arrays: dict[str, Any]) -> None:
 
 def run_step(step: Any, *given: Any) -> tuple[Any, ...]:
     arrays = dict(zip((b.name for b in step.inputs()), map(np.array, given), strict=True))
-    if isinstance(step, Backward):
+    if isinstance(step, Along):
+        plan = dispatch.plan_pass(step.name, step.problem, CPU, step.direction, "triton")
+    elif isinstance(step, Backward):
         plan = dispatch.plan_backward(step.problem, CPU, step.gradients, "triton", step.variant)
     else:
         plan = dispatch.plan_forward(step.problem, CPU, "triton")
@@ -116,3 +119,18 @@ def test_vmap_joins_the_batch() -> None:
     for i in range(2):
         for mine, theirs in zip(got, case.ours({name: x[i] for name, x in leaves.items()}, "triton"), strict=True):
             np.testing.assert_array_equal(mine[i], theirs)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_statistics_are_those_of_plain_jax(softcap: float | None) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, n, h, 16)) for i, (n, h) in enumerate(((37, 2), (50, 1), (50, 1))))
+    sinks = jnp.array([0.5, -1.0])
+
+    def entropy(q: Any, k: Any, sinks: Any, implementation: str) -> Any:
+        how = dict(softcap=softcap, sinks=sinks, is_causal=True, implementation=implementation)
+        _, found = dot_product_attention(q, k, v, **how, returns=("lse", "max_logit", "entropy", Mass(last=5)))
+        return jnp.square(found.entropy).sum(), found
+
+    ours, plain = (jax.grad(entropy, (0, 1, 2), has_aux=True)(q, k, sinks, name) for name in ("triton", "xla"))
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=3e-5, rtol=3e-5)

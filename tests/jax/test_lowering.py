@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flashtile import Alibi, AttentionProblem, Dropout, NotSupported
+from flashtile import Alibi, AttentionProblem, Dropout, Mass, NotSupported
 from flashtile.audit.matrix import jobs_of, plan_of, problems, small_problems
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
@@ -47,6 +47,18 @@ def gradient(**options: Any) -> Callable[..., Any]:
     return jax.grad(loss, (0, 1, 2))
 
 
+def statistics(q: Any, k: Any, v: Any) -> Any:
+    """Gradients of a sum of entropies by q and k, beside every statistic."""
+
+    def total(q: Any, k: Any) -> Any:
+        out, found = dot_product_attention(
+            q, k, v, is_causal=True, softcap=30.0, returns=("max_logit", "entropy", Mass(last=64))
+        )
+        return found.entropy.sum(), (out, found)
+
+    return jax.grad(total, (0, 1), has_aux=True)(q, k)
+
+
 QKV = array(2, 256, 4, 64), array(2, 256, 2, 64), array(2, 256, 2, 64)
 WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
 
@@ -71,10 +83,11 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
          (*QKV, array(2, 4, 256, 256)), None),
         (jax.grad(lambda q, k, v, cu: dot_product_attention_varlen(q, k, v, cu, is_causal=True).astype(jnp.float32).sum()),
          (*(array(*x.shape[1:]) for x in QKV), array(4, dtype=jnp.int32)), None),
+        (statistics, QKV, 5),  # forward, rows' statistics, mass, the entropy's queries and keys
     ],
     ids=[
         *("forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias"),
-        *("causal-bias", "varlen"),
+        *("causal-bias", "varlen", "statistics"),
     ],
 )  # fmt: skip
 def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:

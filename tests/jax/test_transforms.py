@@ -248,7 +248,7 @@ def test_automatic_sharding_gathers_nothing(name: str, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": Dropout(0.3, 7)}], ids=["sequence", "dropout"])
-def test_what_cannot_be_cut_is_gathered_and_right(options: dict[str, Any]) -> None:
+def test_what_is_cut_otherwise_or_gathered_is_right(options: dict[str, Any]) -> None:
     given = leaves()
     spec = PartitionSpec("data", None, "model") if options else PartitionSpec(None, "data", "model")
     function = jax.jit(jax.grad(lambda *x: loss(*x, **options), tuple(range(6))))

@@ -104,6 +104,20 @@ def test_the_rules_that_fired_are_told(spelling: str, device: str, which: Pass, 
     assert -1 not in found, (words, lines)
 
 
+@pytest.mark.parametrize(("device", "warps"), [("sm80", 4), ("sm100", 8), ("sm120", 8)])
+@pytest.mark.parametrize("wanted", [{"peak"}, {"peak", "entropy"}])
+def test_a_forward_that_keeps_statistics_has_more_warps_where_a_rule_says_so(
+    device: str, warps: int, wanted: set[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    place, spelled = named(device), AttentionProblem.parse("attention(q=2x256x4x64,kv=256x4x64,bf16,band=:0)")
+    plain, watched = BACKEND.forward(spelled, place), BACKEND.forward(spelled, place, statistics=frozenset(wanted))
+    calls = [call for plan in (plain, watched) for call in plan.calls]
+    assert [getattr(call, "num_warps", None) for call in calls] == [4, warps]
+    told_of = [sum("rows' statistics" in note for note in plan.notes) for plan in (plain, watched)]
+    assert told_of == [0, int(warps == 8)]
+
+
 def test_a_workaround_stands_where_it_says() -> None:
     """Each entry is named in the file that does it, so that none is left behind when code goes."""
     root = Path(flashtile.__file__).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import NotSupported, Options
+from flashtile import Captured, NotSupported, Options, Position, Score
+from flashtile.features.scores.bias import bias_contribution
 from flashtile.reference.attention import attention_reference
 from tests.cases import MODIFIERS, Case, Tensors
 from tests.torch.test_packed import ENDS, FORMS, make, packed_call
@@ -99,6 +101,34 @@ def test_one_pass_makes_out_and_its_tangent(transformed: bool) -> None:
             with forward_ad.dual_level():
                 flashtile.attention(forward_ad.make_dual(q, k), k, v)
     assert seen.names == ["attention_tangent"]
+
+
+@dataclass(frozen=True, eq=False)
+class Raised(Score):
+    """Score modifier score + one number per head, of which the slope of a whole tile is one number."""
+
+    numbers: torch.Tensor
+
+    name = "raised"
+    captured = (Captured(bias_contribution, identity=True),)
+
+    def tensors(self, batch: int, heads_q: int) -> tuple[torch.Tensor, ...]:
+        return (self.numbers.expand(batch, heads_q),)
+
+    @staticmethod
+    def apply(score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> Any:
+        return score + tensors[0][at.batch, at.head]
+
+
+def test_a_number_per_head_has_a_tangent() -> None:
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64) for _ in range(3))
+    numbers, more = torch.randn(2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+
+    def lse_of(numbers: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(q, k, v, causal=True, score=Raised(numbers), return_lse=True)[1]
+
+    _, moved = torch.func.jvp(lambda n: lse_of(n, q), (numbers,), (more,))
+    torch.testing.assert_close(moved, more[None, :, None].expand_as(moved))
 
 
 def exactly(case: Case, tensors: Tensors, name: str) -> list[torch.Tensor]:

@@ -87,7 +87,8 @@ class Bias(Score):
         """The formula in PyTorch."""
         (bias,) = tensors
         where = (at.batch, at.head, at.row, at.k)
-        return score + bias[tuple(index if size > 1 else index * 0 for index, size in zip(where, bias.shape, strict=True))]
+        # An axis of one element stays one: backwards autograd then sums over it in pairs, and not element by element.
+        return score + bias[tuple(index if size > 1 else 0 for index, size in zip(where, bias.shape, strict=True))]
 
     @classmethod
     def apply_(cls, score: Any, at: Position, scalars: tuple[float, ...], tensors: tuple[Any, ...]) -> None:

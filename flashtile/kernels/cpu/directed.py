@@ -59,7 +59,7 @@ class DirectedModifiers:
             score = rows.by_head(s).detach().requires_grad_()
             modified = self.modifiers.apply(score, rows.at(tile), seen)
             slope = self._slope(score, modified, t if t is None else rows.by_head(t), twice)
-        flat = None if slope is None else slope.detach().reshape(s.shape)
+        flat = None if slope is None else slope.detach().reshape(s.shape).contiguous()  # it may be one number for many scores
         return Directed(modified.detach().reshape(s.shape).clone(), flat, score, modified, slope)
 
     def _slope(self, score: torch.Tensor, modified: torch.Tensor, t: torch.Tensor | None, twice: bool) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ def backward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], fi
     return {**made, **modifiers.grads}
 
 
-class Given(NamedTuple):
+class Arriving(NamedTuple):
     """What is known of a run of rows: (items, group * rows, head_dim_v or 1); None for zero."""
 
     dout: torch.Tensor | None
@@ -65,7 +65,7 @@ class Given(NamedTuple):
     mean: torch.Tensor  # lse's derivative
 
 
-def _load(rows: Rows, tensors: Tensors, dtype: torch.dtype, moved: Moved) -> Given:
+def _load(rows: Rows, tensors: Tensors, dtype: torch.dtype, moved: Moved) -> Arriving:
     dout, tdout = (rows.load(tensors[n], dtype) if n in tensors else None for n in ("dout", "tdout"))
     delta, tdelta = torch.zeros_like(moved.lse), torch.zeros_like(moved.lse)
     if dout is not None:
@@ -76,11 +76,11 @@ def _load(rows: Rows, tensors: Tensors, dtype: torch.dtype, moved: Moved) -> Giv
     for name, total in (("dlse", delta), ("tdlse", tdelta)):
         if name in tensors:
             total -= rows.load(tensors[name].transpose(1, 2).unsqueeze(3), dtype)
-    return Given(dout, tdout, delta, tdelta, finite(moved.lse), moved.tlse)
+    return Arriving(dout, tdout, delta, tdelta, finite(moved.lse), moved.tlse)
 
 
 def _add(
-    p: AttentionProblem, rows: Rows, modifiers: DirectedModifiers, drop: Drop, queries: Queries, keys: Keys, given: Given,
+    p: AttentionProblem, rows: Rows, modifiers: DirectedModifiers, drop: Drop, queries: Queries, keys: Keys, given: Arriving,
     dq: torch.Tensor | None, sums: Tensors,
 ) -> None:  # fmt: skip
     """Add a run's share, tile by tile."""
@@ -129,7 +129,7 @@ def _add(
                 dk.baddbmm_(raw.mT, rows.some_rows(queries.tq, tile))
 
 
-def _sink(p: AttentionProblem, rows: Rows, queries: Queries, given: Given) -> torch.Tensor:
+def _sink(p: AttentionProblem, rows: Rows, queries: Queries, given: Arriving) -> torch.Tensor:
     """A run's share of the derivative of the sinks' gradient, (heads_q,)."""
     assert queries.sink is not None
     prob = (queries.sink - given.lse).exp()

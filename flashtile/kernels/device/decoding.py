@@ -17,7 +17,8 @@ from flashtile.triton_glue.language import jit, tl
 
 PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
 SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
-LOADS = 8  # parts under way
+LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us longer (an H200)
+PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
 FEW_PARTS = 4  # or so many, where an item has no more
 SUM_REGISTERS = 128  # for ptxas else holds few loads under way
 SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
@@ -187,14 +188,15 @@ def joined(rows, other, T: tl.constexpr):
     return Rows(acc, level, tl.fma(other.total, new, rows.total * old))
 
 
-def parts_of(problem: CachedProblem, programs: int, device: Device) -> int:
-    """Parts that a program forms, a power of two: of 2048 keys at most, and three programs on every multiprocessor at least.
+def parts_of(problem: CachedProblem, programs: int, device: Device, least: float | None = None) -> int:
+    """Parts that a program forms, a power of two: of 2048 keys at most, and so many programs on every multiprocessor at least.
 
-    programs: those that there were for one part. Results are the same bits whatever it is.
+    programs: those that there were for one part; least: PROGRAMS unless it is said. Results are the same bits whatever it is.
     """
+    least = PROGRAMS if least is None else least
     parts, keys = 1, problem.split
     if problem.split and problem.attention.dtype is not DType.FP32:
-        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 6 * parts * device.sm_count:
+        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 2 * least * parts * device.sm_count:
             parts *= 2
     return parts
 
@@ -223,7 +225,7 @@ def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer
             Buffer("total", rows, dtype, "scratch"))  # fmt: skip
 
 
-def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int) -> KernelCall:
+def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int, device: Device) -> KernelCall:
     """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
     packing = Packing(packing.heads, packing.chunks, 1, packing.split, 1, packing.early)  # all that it reads
@@ -235,8 +237,10 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     tokens = tile.block_q // packing.heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
     columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q))
-    together, sums = loaded_of(problem, together)
     few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
+    if few and tiles * p.heads_kv * packing.chunks * (tile.columns_v // columns) < device.sm_count:
+        columns = min(tile.columns_v, SUM_COLUMNS)  # else multiprocessors are idle
+    together, sums = loaded_of(problem, together)
     sink = Pointer("sink") if p.sink is not None else None
     parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
     lengths = (

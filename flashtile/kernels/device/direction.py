@@ -73,9 +73,10 @@ def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.con
                            ALONG: tl.constexpr):  # fmt: skip
     """(p, T - mu, and of all `stages` the scores and their tangents) of a tile; p's tangent is p (T - mu).
 
-    raw, traw: the product q k^T and its tangent. row = (level, norm, mu, ...), as `row_probability` has it;
-    args = (score_args, moved_args). Where T.may_be_lone a row whose norm is 1 has one key alone, of which T is mu: what
-    rounding makes of the difference counts as 0.
+    raw, traw: the product q k^T and its tangent. row = (level, norm, mu, ...), as `row_probability` has it, but unless
+    T.modifiers.prescale the norm is `scale`; args = (score_args, moved_args). Where T.may_be_lone a row that has one key alone,
+    of which T is mu, has 1 as its norm, or without T.modifiers.prescale 0 as its norm and mu: what rounding makes of the
+    difference counts as 0.
     """
     if T.modifiers.prescale:
         scores = stages(raw, at, scale, args[0], SCORE)
@@ -87,10 +88,7 @@ def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.con
     else:
         scores, slopes = (raw,), (traw,)
         p = row_probability(raw, row, scale, T)
-        if T.may_be_lone:  # said of rows, it costs nothing of scores
-            bend = traw * tl.where(row[1] == 1.0, 0.0, scale) - tl.where(row[1] == 1.0, 0.0, row[2])
-        else:
-            bend = traw * scale - row[2]
+        bend = traw * (row[1] if T.may_be_lone else scale) - row[2]
     if MASKED:
         p, bend = tl.where(keep, p, 0.0), tl.where(keep, bend, 0.0)
     return p, bend, scores, slopes

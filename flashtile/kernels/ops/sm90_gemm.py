@@ -54,7 +54,7 @@ class GemmTile:
 
 
 @aggregate
-class Memory:
+class GemmMemory:
     """Shared memory of a block, and the channels that fill it."""
 
     left: gl.shared_memory_descriptor  # (stage * 2 + consumer, rows / 2, depth)
@@ -302,7 +302,7 @@ def product(left_desc, right_desc, bias, pre_ptr, out_ptr, partial_ptr, T: gl.co
         right = gl.allocate_shared_memory(dtype, [STAGES, T.depth, COLUMNS], right_desc.layout)
     sums = gl.allocate_shared_memory(dtype, [2, HALF, COLUMNS], SUMS)
     HELPERS: gl.constexpr = T.helpers
-    memory = Memory(left, right, sums, make_channel(STAGES, 2), make_channel(2, HELPERS - 1))
+    memory = GemmMemory(left, right, sums, make_channel(STAGES, 2), make_channel(2, HELPERS - 1))
     fence_async_shared()
     await_stream()
     m, depth = left_desc.shape[0], left_desc.shape[1]

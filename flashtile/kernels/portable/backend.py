@@ -104,9 +104,8 @@ class TritonBackend:
     ) -> Plan:  # fmt: skip
         """The plan; `launches` overrides the tile of a pass. statistics: those of "peak" and "entropy" that it keeps."""
         p = problem.listed
-        (launch, why), sink = _launch(p, device, "forward", launches), None if p.sink is None else "sink"
-        if statistics and device.kind == "cuda" and device.arch >= 100:  # of 4 warps 128 x 64 spills 1 KB there (Triton 3.6.0)
-            launch = replace(launch, num_warps=8)
+        launch, why = _launch(p, device, "forward", launches, bool(statistics))
+        sink = None if p.sink is None else "sink"
         schedules, scales = Schedules(p), _scales(p)
         kept = tuple(n if n in statistics else None for n in ROW_STATISTICS) if statistics else ()
         call = _call(
@@ -232,11 +231,13 @@ class TritonBackend:
 BACKEND = TritonBackend()
 
 
-def _launch(p: AttentionProblem, device: Device, which: Pass, launches: Launches) -> tuple[Launch, tuple[str, ...]]:
+def _launch(
+    p: AttentionProblem, device: Device, which: Pass, launches: Launches, watched: bool = False
+) -> tuple[Launch, tuple[str, ...]]:
     """The tile of a pass, and the lines that say why; none where `launches` has it."""
     if given := launches.get(which):
         return given, ()
-    launch, fired = choice(p, device, which)
+    launch, fired = choice(p, device, which, watched)
     return launch, told(fired)
 
 

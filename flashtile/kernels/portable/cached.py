@@ -195,7 +195,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     )  # fmt: skip
     calls = [forward]
     if split:
-        calls.append(combine_call(problem, packing, tile, group_of(split)))
+        calls.append(combine_call(problem, packing, tile, group_of(split), device))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

@@ -85,9 +85,9 @@ def choose(problem: AttentionProblem, device: Device, which: Pass) -> Launch:
     return choice(problem, device, which)[0]
 
 
-def choice(problem: AttentionProblem, device: Device, which: Pass) -> tuple[Launch, tuple[Reason, ...]]:
-    """The tile of a pass on a device, and the rules that fired."""
-    asked, fired = Asked(problem, device, which, products(problem, device, which)), list[Reason]()
+def choice(problem: AttentionProblem, device: Device, which: Pass, watched: bool = False) -> tuple[Launch, tuple[Reason, ...]]:
+    """The tile of a pass on a device, and the rules that fired. watched: it is a forward that keeps rows' statistics."""
+    asked, fired = Asked(problem, device, which, products(problem, device, which), watched), list[Reason]()
     launch = apply_all(LAST, asked, _choose(asked, fired), fired)
     return launch, tuple(fired)
 

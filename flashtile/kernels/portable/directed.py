@@ -19,7 +19,7 @@ from flashtile.kernels.portable.statistics import (
     attention_mass,
     attention_statistics,
 )
-from flashtile.kernels.portable.tangent import attention_tangent
+from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
@@ -38,7 +38,8 @@ INTERPRETED: dict[Pass, Launch] = {
 }  # fmt: skip
 # Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. Of
 # 64 columns the fastest of five (an H200, 2026-11-29: 1 x 8192, 32 heads, full, ms: tangent 2.888, 3.159 with 128 x 64; queries
-# 2.998; keys 6.477, 7.698 with 32 x 128); the others by spills (sm80 and sm90, Triton 3.6.0), not timed yet.
+# 2.998; keys 6.477, 7.698 with 32 x 128, before rows were loaded at once); the others by spills (sm80, sm90, Triton 3.6.0), not
+# timed yet.
 SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
         64: (Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
@@ -140,7 +141,7 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
-    buffers.append(Buffer("rows", (p.slabs, p.heads_q, 5, p.span_q), sum_dtype, "scratch"))
+    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
     sunk = p.sink is not None and p.sink.grad
     if sunk:
         tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)

@@ -39,6 +39,7 @@ class Asked:
     device: Device
     which: Pass
     products: Products
+    watched: bool = False  # a forward that keeps statistics of rows
 
     @cached_property
     def columns(self) -> int:
@@ -515,5 +516,11 @@ LAST: tuple[Rule[Asked, Launch], ...] = (
         lambda _, launch: replace(launch, num_stages=1),
         PIPELINED_CAST.because,
         PIPELINED_CAST.measured,
+    ),
+    Rule(
+        lambda a, _: a.watched and a.device.kind == "cuda" and a.device.arch >= 100,
+        lambda _, launch: replace(launch, num_warps=8),
+        "rows' statistics need registers: 128 x 64 in 4 warps spills 1 KB a thread",
+        "by spills, sm100, Triton 3.6.0, not timed",
     ),
 )

@@ -14,19 +14,30 @@ from flashtile.kernels.device.memory import column_offset, head_offset, load_til
 from flashtile.kernels.device.product import add_product, add_rounded, aligned_parts, product, score_product, transposed
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
-from flashtile.kernels.portable.tangent import product_tangent
+from flashtile.kernels.portable.tangent import FIELDS, product_tangent
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
 
 @jit
-def load_fields(fields_ptr, span, index, end):
-    """(level, norm, mu, delta, delta's tangent) of rows; those beyond the end have no probabilities."""
+def load_fields(fields_ptr, start, end, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """(level, norm, mu, delta, delta's tangent) of ROWS rows; if MASKED, those from the end on have no probabilities.
+
+    One load of all of them: Triton 3.6.0 has every thread load by itself, element by element, what has fewer elements than
+    there are threads.
+    """
+    index = start + tl.arange(0, ROWS)
+    at = fields_ptr + FIELDS * index[:, None] + tl.arange(0, FIELDS)[None, :]
     here = index < end
-    level = tl.load(fields_ptr + index, mask=here, other=float("inf"))
-    norm = tl.load(fields_ptr + span + index, mask=here, other=0.0)
-    mean = tl.load(fields_ptr + 2 * span + index, mask=here, other=0.0)
-    delta = tl.load(fields_ptr + 3 * span + index, mask=here, other=0.0)
-    return level, norm, mean, delta, tl.load(fields_ptr + 4 * span + index, mask=here, other=0.0)
+    fields = tl.load(at, mask=here[:, None], other=0.0) if MASKED else tl.load(at)
+    even, odd = tl.split(tl.reshape(fields, [ROWS, 2, 2, 2]))
+    first, third = tl.split(even)
+    second, _ = tl.split(odd)
+    level, norm = tl.split(first)
+    mean, delta = tl.split(third)
+    tdelta, _ = tl.split(second)
+    if MASKED:
+        level = tl.where(here, level, float("inf"))
+    return level, norm, mean, delta, tdelta
 
 
 @jit
@@ -127,8 +138,8 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
         tdout = in_ptrs[7] + head_offset(batch, head, strides[9]) + row_offset(row_q, strides[9])
         tdout = aligned_parts(load_tile(tdout, strides[9], 0, rows_here, T.head_dim_v, BLOCK_Q, T.columns_v, True), T)
     queries, kv_ptrs = (q, tq, dout, tdout), (k_head, v_head, tk_head, tv_head)
-    fields_ptr = in_ptrs[8] + (batch * heads + head).to(tl.int64) * (5 * seqlen_q) + item.first_q
-    level, norm, mean, delta, tdelta = load_fields(fields_ptr, seqlen_q, index, item.q)
+    fields_ptr = in_ptrs[8] + (batch * heads + head).to(tl.int64) * (FIELDS * seqlen_q) + FIELDS * item.first_q
+    level, norm, mean, delta, tdelta = load_fields(fields_ptr, row, item.q, BLOCK_Q, True)
     fields = (level[:, None], norm[:, None], mean[:, None], delta[:, None], tdelta[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(args[0], T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
@@ -200,8 +211,8 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
             zero_unseen(tdout, keep, 0),
         )
     q, tq, dout, tdout = aligned_parts(q, T), aligned_parts(tq, T), aligned_parts(dout, T), aligned_parts(tdout, T)
-    fields_ptr = in_ptrs[4] + head.to(tl.int64) * (5 * span)
-    level, norm, mean, delta, tdelta = load_fields(fields_ptr, span, index, sizes.q)
+    fields_ptr = in_ptrs[4] + head.to(tl.int64) * (FIELDS * span)
+    level, norm, mean, delta, tdelta = load_fields(fields_ptr, start, sizes.q, BLOCK_Q, MASKED)
     fields = (level[None, :], norm[None, :], mean[None, :], delta[None, :], tdelta[None, :])
     q_t = transposed(q, T)
     raw = score_product(keys[0], q_t, T)
@@ -277,7 +288,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
         dout_ptr = in_ptrs[6] + wide * strides[8][0] + row_offset(item.first_q, strides[8])
     if T.has_tdout:
         tdout_ptr = in_ptrs[7] + wide * strides[9][0] + row_offset(item.first_q, strides[9])
-    start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, in_ptrs[8] + wide * heads * (5 * seqlen_q) + item.first_q)
+    start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, in_ptrs[8] + wide * heads * (FIELDS * seqlen_q) + FIELDS * item.first_q)
     members = group if T.grouped else 1
     if T.mask.blocks_q > 0:
         PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q

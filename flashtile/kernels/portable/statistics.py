@@ -40,8 +40,8 @@ def entropy_slopes(scores, keep, lse, entropy, arriving, at, score_args, T: tl.c
     p = tl.where(keep, exp(y - finite(lse), T), 0.0)
     ds = tl.where(p > 0.0, -p * (y - finite(lse) + entropy) * arriving, 0.0)
     for r in tl.static_range(1, len(SCORE) // 2 + 1):  # r modifiers before the end
-        place = len(SCORE) // 2 - r
-        ds = SCORE[len(SCORE) - 2 * r + 1](ds, scores[place], scores[place + 1], at, score_args[place])
+        score, made = scores[len(SCORE) // 2 - r], scores[len(SCORE) // 2 - r + 1]
+        ds = SCORE[len(SCORE) - 2 * r + 1](ds, score, made, at, score_args[len(SCORE) // 2 - r])
     return tl.where(keep, ds, 0.0)  # a modifier's derivative may be NaN where nothing is to be seen
 
 

@@ -30,6 +30,7 @@ from flashtile.kernels.portable.opening import query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
+FIELDS = constexpr(8)  # numbers of a row for `second`, a power of two
 LONE = constexpr(2.0**-22)  # what the keys of a row but its first may add up to, in units of that, to count as nothing
 
 
@@ -163,8 +164,8 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     in_ptrs = (q, k, v, sink, tangents of these, dout, dlse, tangents of these); None where there is none.
     out_ptrs = (out, lse, tout, tlse, what `second` needs of rows, each program's share of the second derivative by sinks), or
     None. Strides of q, k, v, out, sink, tq, tk, tv, tsink, dout, dlse, tdout, tdlse. lse and tlse are (slabs, heads_q, span_q),
-    rows (slabs, heads_q, 5, span_q): level and norm of `row_probability` (1 where T.may_be_lone and a row has one key),
-    mu, delta = sum(out dout) - dlse, its tangent.
+    rows (slabs, heads_q, span_q, FIELDS), of which five hold: level and norm, as `directed_probabilities` has them, mu,
+    delta = sum(out dout) - dlse, its tangent, in the order in which `load_fields` splits them.
     args = (score_args, the same of captured tensors' tangents); region as in the forward.
     """
     BLOCK_Q: tl.constexpr = T.block_q
@@ -274,18 +275,19 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
             tdelta += tl.sum(out * tdout.to(WIDE), 1)
         delta -= load_dlse(in_ptrs[9], strides[10], batch, head, token, counts)
         tdelta -= load_dlse(in_ptrs[11], strides[12], batch, head, token, counts)
-        fields = out_ptrs[4] + per_head * (5 * seqlen_q) + token
+        fields = out_ptrs[4] + (per_head * seqlen_q + token) * FIELDS
+        level, norm, mean = lse * LOG2E, none + scale, tlse
         if T.modifiers.prescale:
             level, norm = top, 1.0 / whole
-        else:
-            level, norm = lse * LOG2E, none
         if T.may_be_lone:
-            norm = tl.where(tl.abs(total - 1.0) <= LONE, 1.0, norm)
+            lone = tl.abs(total - 1.0) <= LONE
+            norm = tl.where(lone, 1.0 if T.modifiers.prescale else 0.0, norm)
+            mean = tl.where(lone, 0.0, mean)
         tl.store(fields, tl.where(sees, level, float("inf")), mask=here)
-        tl.store(fields + seqlen_q, norm, mask=here)
-        tl.store(fields + 2 * seqlen_q, tlse, mask=here)
-        tl.store(fields + 3 * seqlen_q, delta, mask=here)
-        tl.store(fields + 4 * seqlen_q, tdelta, mask=here)
+        tl.store(fields + 1, tdelta, mask=here)
+        tl.store(fields + 2, mean, mask=here)
+        tl.store(fields + 4, norm, mask=here)
+        tl.store(fields + 6, delta, mask=here)
         if out_ptrs[5] is not None:
             given = tl.where(sees & (share > 0.0), -share * ((bend - tlse) * delta + tdelta), 0.0)
             tl.store(out_ptrs[5] + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))

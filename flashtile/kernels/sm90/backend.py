@@ -239,7 +239,10 @@ class HopperBackend:
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
-        tile = replace(tile, outputs=replace(tile.outputs, wide_keys=gradients.wide_keys))
+        spares = tile.modifiers.spares and not gradients.dlse  # which such a key gets, too, and delta alone knows
+        tile = replace(
+            tile, outputs=replace(tile.outputs, wide_keys=gradients.wide_keys), modifiers=replace(tile.modifiers, spares=spares)
+        )
         ds, ds_buffers, (ds_zeros, ds_sums) = score_gradient(p, tile)
         score, biased = chain(p, device, form), None
         if tile.modifiers.early >= 0:
@@ -317,7 +320,7 @@ class HopperBackend:
                     Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
                     Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
-                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_dq // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+                    sums_dq and Descriptor("dq_sum", (1, 1, part.columns_added // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
                     ds and Descriptor(ds, (1, 1, part.block_q, GROUP_ROWS), axes=(0, 1, 2, 3)),
                     *(counts[n] for n in ("left", "right")),
@@ -463,7 +466,7 @@ def queries_call(
             *tail,
         ),
         (
-            ("FOLDS", keys.modifiers.folds + keys.modifiers.folds_level),
+            ("FOLDS", -1 if keys.modifiers.spares else keys.modifiers.folds + keys.modifiers.folds_level),
             ("T", tile),
             ("SCORE", chain(p, device, form)),
             ("MASK", predicates(p)),

@@ -21,6 +21,7 @@ from flashtile.torch.call.arguments import EVERY, Arguments
 from flashtile.torch.call.holes import counts, holes
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.call.sharded import refuse_shards
+from flashtile.torch.call.stored import STORED
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.execute.plain import autocasts
 from flashtile.torch.routes.eager import attend, prepare_call
@@ -88,33 +89,38 @@ def attention(
     """
     if scales:
         check_names("attention", scales, SCALES, EVERY)
-    eight = is_stored(k, options, scales)
+    may_be_eight = (
+        scales or options is not None or getattr(k, "dtype", None) in STORED
+    )  # a call of a function in vain takes 1 %
+    eight = is_stored(k, options, scales) if may_be_eight else False
+    asked = causal, window, mask, score, scale, sink, dropout, return_lse, options, None  # `Arguments`, where they are needed
     if returns != ():
         refuse_statistics(eight)
         q, k, v = autocast(q, k, v) if autocasts() else (q, k, v)
-        arguments = Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
         lengths: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k}
         for name, tensor in lengths.items():
             if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
                 raise NotSupported(f"statistics with {name} of bool", {"torch": ["give lengths, or hide keys by KeyPadding"]})
-        attend_alone = lambda asked: attention(q, k, v, **asked.named(**lengths))  # noqa: E731
-        return attend_with(returns, attend_alone, (q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments)
-    given, arguments = None, Arguments(causal, window, mask, score, scale, sink, dropout, return_lse, options)
+        attend_alone = lambda arguments: attention(q, k, v, **arguments.named(**lengths))  # noqa: E731
+        return attend_with(
+            returns, attend_alone, (q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), Arguments(*asked)
+        )
+    given = None
     if eight:
-        return attend_stored((q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), arguments, scales)
+        return attend_stored((q, k, v), given_lengths(seqused_q=seqused_q, seqused_k=seqused_k), Arguments(*asked), scales)
     if seqused_q is not None or seqused_k is not None:
         moved = holes((q, k, v), seqused_q, seqused_k, mask, score)
         if moved is not None:
             lengths = {"seqused_q": counts(seqused_q), "seqused_k": counts(seqused_k)}
-            result = attention(*moved.close(q, k, v), **arguments.named(**lengths))
+            result = attention(*moved.close(q, k, v), **Arguments(*asked).named(**lengths))
             return moved.open(*result) if return_lse else moved.open(result, None)[0]
         given = given_lengths(seqused_q=seqused_q, seqused_k=seqused_k)
     if not is_plain(q, k, v):
         q, k, v = autocast(q, k, v)
         if is_jagged(q):
-            return attend_jagged(q, k, v, given, arguments)
+            return attend_jagged(q, k, v, given, Arguments(*asked))
         if is_traced(q, k, v):
-            return attend_watched(APART, (q, k, v), given, arguments)
+            return attend_watched(APART, (q, k, v), given, Arguments(*asked))
         refuse_shards()
-    call, others = prepare_call(q, k, v, arguments, given)
+    call, others = prepare_call(q, k, v, asked, given)
     return attend(call, others, q, k, v)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import NotSupported
+from flashtile.features.masks.chunked import Chunked
 from flashtile.features.masks.dilated import Dilated
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
@@ -27,7 +28,7 @@ from flashtile.torch.routes.request import write
 from flashtile.torch.routes.traced import attend_traced
 
 # Masks that know nothing of heads, and of the batch what is the first axis of their tensors.
-SHARDED = (Band, Dilated, Document, KeyPadding, Prefix, TopLeft)
+SHARDED = (Band, Chunked, Dilated, Document, KeyPadding, Prefix, TopLeft)
 
 
 def attend_watched(packing: Packing, packs: tuple[Any, ...], given: Given | None, arguments: Arguments) -> Any:

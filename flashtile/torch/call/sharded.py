@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 
 from flashtile.errors import NotSupported
 
-HOME = "torch.distributed.tensor.experimental._context_parallel._attention"
+HOME = "torch.distributed.tensor.experimental"
+MODULE = f"{HOME}._context_parallel._attention"
+_over_ranks = 0  # calls under way that know of ranks
 
 
 def is_replaced() -> bool:
@@ -18,21 +22,36 @@ def is_replaced() -> bool:
     return type(F.scaled_dot_product_attention) is FunctionType
 
 
+@contextmanager
+def over_ranks() -> Generator[None]:
+    """Within it q, k and v are shards, and the caller knows."""
+    global _over_ranks
+    _over_ranks += 1
+    try:
+        yield
+    finally:
+        _over_ranks -= 1
+
+
 def refuse_shards(distributed: bool = False) -> None:
     """Raise NotSupported within `torch.distributed.tensor.experimental.context_parallel`.
 
     distributed: whether the tensors are DTensors; then also where torch's attention of these is, by now, its parallel one.
+
+    It is known by the module that torch's attention is of then. What else is asked has names of torch's own, of 2.11 to 2.15:
+    where a release has others, shards are refused without the layout's name.
     """
-    home: Any = sys.modules.get(HOME)  # names of its own, which another release may not have: then nothing is known
-    replaced = getattr(home, "_replaced_functions", ())
-    if home is None or not (F.scaled_dot_product_attention in replaced or (distributed and _handles(home))):
+    home: Any = sys.modules.get(MODULE)
+    replaced = is_replaced() and F.scaled_dot_product_attention.__module__.startswith(HOME)
+    if _over_ranks or not (replaced or (distributed and _handles(home))):
         return
-    layout = "zigzag" if getattr(getattr(home, "_cp_options", None), "enable_load_balance", False) else "contiguous"
-    if distributed and layout == "contiguous":  # which is what their placements say
+    balanced = getattr(getattr(home, "_cp_options", None), "enable_load_balance", None)
+    if distributed and balanced is False:  # contiguous, which is what their placements say
         return
+    layout = "..., of the order in which torch balances" if balanced is None else repr("zigzag" if balanced else "contiguous")
     raise NotSupported("attention within torch's context parallelism", {"torch": [
         "q, k and v are shards, and a call would take them for the whole; flashtile.distributed.attention(q, k, v, "
-        f"context=Context(mesh, layout={layout!r})) attends to the whole, also there"
+        f"context=Context(mesh, layout={layout})) attends to the whole, also there"
     ]})  # fmt: skip
 
 

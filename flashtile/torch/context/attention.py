@@ -21,16 +21,18 @@ from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_tensors, modifiers
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
-from flashtile.torch.context.calls import Gathered, Keys, Part, attend_parts, call
-from flashtile.torch.context.collectives import Exchange, Fetch, Gather, Gathering, Grouped, Returning, dealt, ordered, wider
-from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, head_groups, refusals
+from flashtile.torch.context.calls import Keys, call
+from flashtile.torch.context.collectives import Exchange, dealt, ordered, wider
+from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
+from flashtile.torch.context.gathered import Part, attend_gathered
+from flashtile.torch.context.heads import attend_heads
 from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
-from flashtile.torch.execute.plain import is_distributed, transforms
+from flashtile.torch.execute.plain import is_distributed, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare
 from flashtile.torch.routes.local import attention as attend
@@ -129,40 +131,11 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
     band = want.band if want.dropout is None else Band(None, want.band.right)  # a halo's keys begin anywhere
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
 
-    def attend_group(q: torch.Tensor, there: Gathered, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+    def parts_of(have: Fetched, want: Wanted) -> list[Part]:
         pieces = prefixes(own, shift, k.shape[1] * context.ranks, want.band, have)
-        parts = [Part(p.rows, p.keys, {"sink": want.sink, **want.piece(p, shift)}) for p in pieces]
-        return attend_parts(q, there, parts, return_lse)
+        return [Part(p.rows, p.keys, {"sink": want.sink, **want.piece(p, shift)}) for p in pieces]
 
-    return by_groups(q, k, v, context, want, band, attend_group)
-
-
-def by_groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
-    attend_group: Callable[[torch.Tensor, Gathered, Fetched, Wanted], tuple[torch.Tensor, Any]],
-) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """(out, lse or None) of `attend_group` with the keys that a rank's queries need (`gathered_keys`).
-
-    Where it pays, group by group of heads: all groups' keys are under way before the first is attended, and in the backward the
-    gradients of one group's keys are, while the group before is computed. Every head's numbers are as in one call.
-    """
-    groups = head_groups(q, k, context)
-    lengths = q.shape[1] * context.ranks, k.shape[1] * context.ranks
-    have = fetched(context.layout, lengths, context.ranks, band)[context.rank]
-    if have.halo or groups == 1:
-        return attend_group(q, *gathered_keys(q, k, v, context, band), want)
-    widths, heads = (k.shape[3], v.shape[3]), q.shape[2] // groups
-    returning = Returning()
-    parts = Grouped.apply(torch.cat([k, v], -1), groups, returning)  # pyright: ignore[reportGeneralTypeIssues]
-    coming = [Gathering(part, context) for part in parts]
-    made: list[tuple[torch.Tensor, Any]] = []
-    for i, part in enumerate(parts):
-        whole, sums = Gather.apply(part, context, coming[i], returning, i)  # pyright: ignore[reportGeneralTypeIssues]
-        keys, values = whole.split(widths, -1)
-        there, some = Gathered(keys, values, sums), slice(i * heads, (i + 1) * heads)
-        made.append(attend_group(q[:, :, some], there, have, want.of_group(some, q.shape[2])))
-    out = torch.cat([out for out, _ in made], 2)
-    return out, None if made[0][1] is None else torch.cat([lse for _, lse in made], 1)
+    return attend_gathered(q, k, v, context, want, band, parts_of, return_lse)
 
 
 def over_mesh(
@@ -180,16 +153,6 @@ def over_mesh(
     return out, None if lse is None else Exchange.apply(dealt(lse, inner, 2), inner, 2, 1)
 
 
-def gathered_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, band: Band) -> tuple[Gathered, Fetched]:
-    """The keys and values that a rank's queries need: of all ranks, or the halo of a window. And which these are."""
-    widths, both = (k.shape[3], v.shape[3]), torch.cat([k, v], -1)
-    wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
-    have = wanted[context.rank]
-    whole, sums = Fetch.apply(both, context, wanted) if have.halo else Gather.apply(both, context)  # pyright: ignore[reportGeneralTypeIssues]
-    keys, values = whole.split(widths, -1)
-    return Gathered(keys, values, sums), have
-
-
 def by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, lengths: dict[str, Any]
 ) -> tuple[torch.Tensor, Any]:
@@ -201,6 +164,8 @@ def by_heads(
     copies, wire = max(ranks // k.shape[2], 1), k.dtype
     if copies > 1:  # gradients of copies are summed, and travel, in float32
         k, v = (t.to(wider(t.dtype)).repeat_interleave(copies, 2) for t in (k, v))
+    elif not is_traced(q, k, v):
+        return attend_heads(q, k, v, context, want, return_lse, lengths)
     q, k, v = (ordered(Exchange.apply(t, context, 2, 1, wire), context, 1) for t in (q, k, v))
     arguments = want.of_heads(context, slice(context.rank * heads, (context.rank + 1) * heads)).arguments()
     if copies > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Fetched, runs
-from flashtile.torch.context.shards import gather_into, order
+from flashtile.torch.context.shards import gather_into, gathered, order
 from flashtile.torch.routes.derivatives import first_derivatives
 
 WHAT = "attention over ranks"
@@ -21,74 +21,200 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+OfKeys = tuple[slice, torch.Tensor, torch.Tensor]  # some of the keys that are here, and a call's dk and dv of these
+
+
 class Gathering:
-    """All ranks' tensors on their way here. Both buffers live until they are: the transport works beside the current stream."""
+    """All ranks' tensors (batch, seqlen / ranks, ...) on their way here; `whole` is what they will be when they have `arrived`.
+
+    Both buffers live until then: the transport works beside the current stream.
+    """
 
     def __init__(self, tensor: torch.Tensor, context: Context):
-        self.sent = tensor.detach().contiguous()
+        self.context, self.sent = context, tensor.detach().contiguous()
         self.parts = self.sent.new_empty((context.ranks, *tensor.shape))
+        joined = self.parts.transpose(0, 1)
+        self.lies = context.layout == "contiguous" and joined.is_contiguous()
+        self.whole = joined.flatten(1, 2) if self.lies else self.sent.new_empty(joined.flatten(1, 2).shape)
         self.work = gather_into(self.parts.flatten(0, 1), self.sent, context, begin=True)
 
     def arrived(self) -> torch.Tensor:
-        """(ranks, ...): what the current stream does from here on waits for it."""
+        """The whole, in its own order: what the current stream does from here on waits for it."""
         self.work.wait()
-        return self.parts
+        whole = self.whole
+        if not self.lies:
+            for (rank, rows), run in _places(self.context, whole.shape[1]):
+                whole[:, run] = self.parts[rank, :, rows]
+        del self.sent, self.parts, self.whole
+        return whole
 
 
-@dataclass
+class Fetching:
+    """The same of those keys that this rank fetches, which lie side by side. wanted: what each rank fetches."""
+
+    def __init__(self, tensor: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]):
+        self.tensor, self.context = tensor, context
+        self.taken, self.put = _routes(tensor.shape[1] * context.ranks, context, wanted)
+        self.whole = tensor.new_empty((tensor.shape[0], sum(_counts(self.put)), *tensor.shape[2:]))
+
+    def arrived(self) -> torch.Tensor:
+        whole = self.whole
+        for at, part in _moved(self.tensor, self.taken, self.put, self.context):
+            whole[:, at] = part
+        del self.tensor, self.whole
+        return whole
+
+
 class Returning:
-    """Gradients of groups of heads on their way to the ranks that hold the keys: what of each is sent, received and awaited."""
+    """dk and dv of groups of heads on their way to the ranks that hold the keys, whose sums are float32.
 
-    by_group: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
-
-    def begin(self, group: int, sent: torch.Tensor, context: Context) -> None:
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group, async_op=True)
-        self.by_group[group] = sent, received, work
-
-    def arrived(self, group: int) -> torch.Tensor:
-        """The sum of all ranks' parts, in their order."""
-        _, received, work = self.by_group.pop(group)
-        work.wait()
-        return received.sum(0)
-
-
-class Grouped(torch.autograd.Function):
-    """Groups of heads of (batch, seqlen, heads, d), each by itself. Their gradients are what is `returning` by then: `Gather`
-    sends one as soon as it is there, while those of the groups before are computed.
+    wanted: what each rank fetched of a halo; None where all have all keys. tokens: how many each rank holds.
     """
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, groups: int, returning: Returning) -> Any:
-        ctx.returning, ctx.dtype = returning, tensor.dtype
-        ctx.set_materialize_grads(False)
-        return tuple(part.contiguous() for part in tensor.chunk(groups, 2))
+    def __init__(self, context: Context, wanted: tuple[Fetched, ...] | None, tokens: int):
+        self.context, self.wanted, self.tokens = context, wanted, tokens
+        self.by_group = dict[int, tuple[torch.Tensor, torch.Tensor | None, Any]]()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        sums = torch.cat([ctx.returning.arrived(group) for group in range(len(grads))], 2)
-        return *first_derivatives(WHAT, "torch", (sums.to(ctx.dtype),), grads), None, None
+    def begin(self, group: int, parts: list[OfKeys]) -> None:
+        """Send what this rank's calls give of other ranks' keys, each of which may be of several calls."""
+        c, (dk, dv) = self.context, parts[0][1:]
+        shape = dk.shape[0], self.tokens, dk.shape[2], dk.shape[3] + dv.shape[3]
+        seqlen = self.tokens * c.ranks
+        if self.wanted is not None:
+            taken, put = _routes(seqlen, c, self.wanted)
+            sums = dk.new_empty((shape[0], sum(_counts(put)), *shape[2:]))
+            _sum_into(sums, 0, parts)
+            mine = sums.new_zeros(shape)
+            for own, part in _moved(sums, put, taken, c):
+                mine[:, own] += part
+            self.by_group[group] = mine, None, None
+            return
+        mine, sent = dk.new_empty(shape), dk.new_empty((c.ranks - 1, *shape))
+        for (rank, here), run in _places(c, seqlen):
+            place = mine if rank == c.rank else sent[rank - (rank > c.rank)]
+            _sum_into(place[:, here], run.start, parts)
+        received, rows = torch.empty_like(sent), [shape[0] * (rank != c.rank) for rank in range(c.ranks)]
+        work = dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), rows, rows, group=c.group, async_op=True)
+        self.by_group[group] = mine, received, (work, sent)
+
+    def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Write the sums of all ranks' parts there: of the others' in their order, and this one's."""
+        mine, received, on_its_way = self.by_group.pop(group)
+        if received is not None:
+            on_its_way[0].wait()
+            received = received[0] if len(received) == 1 else received.sum(0)
+        widths = [dk.shape[3], dv.shape[3]]
+        for i, grad in enumerate((dk, dv)):
+            own = mine.split(widths, -1)[i]
+            if received is None:
+                grad.copy_(own)
+            else:
+                torch.add(own, received.split(widths, -1)[i], out=grad)
+
+
+def _sum_into(place: torch.Tensor, first: int, parts: list[OfKeys]) -> None:
+    """dk beside dv of keys from the first on: the sum of what each part has of its own."""
+    end, widths = first + place.shape[1], [t.shape[3] for t in parts[0][1:]]
+    cuts = {first, end, *(min(max(at, first), end) for keys, *_ in parts for at in (keys.start, keys.stop))}
+    for start, stop in pairwise(sorted(cuts)):
+        there = [
+            [grad[:, start - keys.start : stop - keys.start] for grad in grads]
+            for keys, *grads in parts
+            if keys.start <= start and stop <= keys.stop
+        ]
+        for to, *some in zip(place[:, start - first : stop - first].split(widths, -1), *there, strict=True):
+            if len(some) < 2:
+                to.copy_(some[0] if some else to.new_zeros(()))
+                continue
+            torch.add(some[0], some[1], out=to)
+            for more in some[2:]:
+                to += more
+
+
+class ToHeads:
+    """Tensors (batch, seqlen / ranks, heads, d) whose heads go to the ranks, a group of each rank's at a time, on their way; of
+    `whole` each is what it will be when it has `arrived`: (batch, seqlen, heads of a rank and group, d), in its own order.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], context: Context, group: int, groups: int):
+        parts = [t.unflatten(2, (context.ranks, groups, -1))[:, :, :, group].permute(2, 0, 1, 3, 4) for t in tensors]
+        widths = [part.shape[3] * part.shape[4] for part in parts]
+        self.context, self.sent = context, tensors[0].new_empty((*parts[0].shape[:3], sum(widths)))
+        for to, part in zip(self.sent.split(widths, -1), parts, strict=True):
+            to.unflatten(-1, part.shape[3:]).copy_(part)
+        self.received, self.work = _begin_exchange(self.sent, context)
+        joined = self.received.transpose(0, 1)
+        self.lies = context.layout == "contiguous" and joined.is_contiguous()
+        self.rows = joined.flatten(1, 2) if self.lies else self.sent.new_empty(joined.flatten(1, 2).shape)
+        self.whole = [
+            whole.unflatten(-1, part.shape[3:]) for whole, part in zip(self.rows.split(widths, -1), parts, strict=True)
+        ]
+
+    def arrived(self) -> list[torch.Tensor]:
+        self.work.wait()
+        if not self.lies:
+            for (rank, rows), run in _places(self.context, self.rows.shape[1]):
+                self.rows[:, run] = self.received[rank, :, rows]
+        if self.rows.is_cuda:  # this may be another stream than that on which they were made
+            for tensor in (self.sent, self.received, self.rows):
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        whole = self.whole
+        del self.sent, self.received, self.rows, self.whole
+        return whole
+
+
+class ToTokens:
+    """The way back: this rank's heads of the whole sequence, on their way to the ranks that hold its tokens."""
+
+    def __init__(self, tensors: list[torch.Tensor], context: Context, group: int, groups: int):
+        self.context, self.group, self.groups, self.dtype = context, group, groups, tensors[0].dtype
+        batch, seqlen = tensors[0].shape[:2]
+        self.shapes = [t.shape[2:] for t in tensors]
+        widths = [heads * d for heads, d in self.shapes]
+        self.sent = tensors[0].new_empty((context.ranks, batch, seqlen // context.ranks, sum(widths)))
+        for (rank, rows), run in _places(context, seqlen):
+            for to, t in zip(self.sent[rank, :, rows].split(widths, -1), tensors, strict=True):
+                to.unflatten(-1, t.shape[2:]).copy_(t[:, run])
+        self.received, self.work = _begin_exchange(self.sent, context)
+
+    def arrived(self, tensors: list[torch.Tensor]) -> None:
+        """Write them to their heads of tensors (batch, seqlen / ranks, heads, d)."""
+        self.work.wait()
+        for tensor, part, shape in zip(
+            tensors, self.received.split([heads * d for heads, d in self.shapes], -1), self.shapes, strict=True
+        ):
+            to = tensor.unflatten(2, (self.context.ranks, self.groups, -1))[:, :, :, self.group]
+            to.copy_(part.unflatten(-1, shape).permute(1, 2, 0, 3, 4))
+        del self.sent, self.received
+
+
+def _begin_exchange(sent: torch.Tensor, context: Context) -> tuple[torch.Tensor, Any]:
+    """What comes of all ranks, when the work is done: of (ranks, ...) each rank gets its own."""
+    received = torch.empty_like(sent)
+    return received, dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group, async_op=True)
+
+
+def _places(context: Context, seqlen: int) -> list[tuple[tuple[int, slice], slice]]:
+    """Of every run of every rank: ((rank, which of its tokens), which of the whole's)."""
+    found: list[tuple[tuple[int, slice], slice]] = []
+    for rank in range(context.ranks):
+        row = 0
+        for run in runs(context.layout, seqlen, context.ranks, rank):
+            found.append(((rank, slice(row, row + run.count)), run.keys))
+            row += run.count
+    return found
 
 
 class Gather(torch.autograd.Function):
     """The whole sequence of (batch, seqlen / ranks, ...), in its own order, and a float32 tensor of its shape that takes no
     memory and stands for it in autograd: so gradients are summed in float32, on this rank and over ranks.
-
-    coming: what is under way already. returning: whom the group's gradient is left to; what autograd gets is then a zero that
-    stands for it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, context: Context, coming: Gathering | None = None, returning: Returning | None = None,
-        group: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        ctx.context, ctx.dtype, ctx.shape, ctx.returning, ctx.group = context, tensor.dtype, tensor.shape, returning, group
+    def forward(ctx: Any, tensor: torch.Tensor, context: Context, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.context, ctx.dtype = context, tensor.dtype
         ctx.set_materialize_grads(False)
-        parts = (Gathering(tensor, context) if coming is None else coming).arrived()
-        whole = parts.transpose(0, 1).flatten(1, 2)
-        at = order(whole.shape[1], context.layout, context.ranks, tensor.device)
-        whole = whole if at is None else torch.empty_like(whole).index_copy_(1, at, whole)
+        whole = gathered(tensor.detach(), context, 1)
         ctx.mark_non_differentiable(whole)
         return whole, whole.new_zeros((), dtype=wider(whole.dtype)).expand(whole.shape)
 
@@ -98,13 +224,9 @@ class Gather(torch.autograd.Function):
         at = order(grad.shape[1], context.layout, context.ranks, grad.device)
         parts = grad if at is None else grad.index_select(1, at)
         sent = parts.unflatten(1, (context.ranks, -1)).transpose(0, 1).contiguous()
-        returning = Returning() if ctx.returning is None else ctx.returning
-        returning.begin(ctx.group, sent, context)
-        if ctx.returning is None:
-            found = returning.arrived(ctx.group).to(ctx.dtype)
-        else:
-            found = sent.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
-        return *first_derivatives(WHAT, "torch", (found,), grads), None, None, None, None
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=context.group)
+        return *first_derivatives(WHAT, "torch", (received.sum(0).to(ctx.dtype),), grads), None, None
 
 
 class Fetch(torch.autograd.Function):
@@ -112,12 +234,10 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]) -> Any:
-        ctx.dtype, ctx.shape, ctx.context = tensor.dtype, tensor.shape, context
+        fetching = Fetching(tensor.detach(), context, wanted)
+        ctx.dtype, ctx.shape, ctx.context, ctx.routes = tensor.dtype, tensor.shape, context, (fetching.taken, fetching.put)
         ctx.set_materialize_grads(False)
-        ctx.routes = taken, put = _routes(tensor.shape[1] * context.ranks, context, wanted)
-        some = tensor.new_empty((tensor.shape[0], sum(_counts(put)), *tensor.shape[2:]))
-        for at, part in _moved(tensor, taken, put, context):
-            some[:, at] = part
+        some = fetching.arrived()
         ctx.mark_non_differentiable(some)
         return some, some.new_zeros((), dtype=wider(some.dtype)).expand(some.shape)
 

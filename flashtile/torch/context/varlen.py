@@ -16,19 +16,17 @@ from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.lengths import Given, given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.attention import (
-    by_groups,
     by_heads,
     by_positions,
     check_context,
     checked,
-    gathered_keys,
     over_mesh,
     plain,
 )
-from flashtile.torch.context.calls import Gathered, Part, attend_parts, call
 from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
+from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.layout import Fetched, Run, runs, seen_keys
 from flashtile.torch.context.shards import document_ids
 from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
@@ -118,9 +116,13 @@ def attention_of_items(
             given.check_values({"q": q.shape[1], "k": end - first})
     told = described(want, method="allgather", return_lse=return_lse, q=q, k=k, v=v)
     agree(context, {"varlen": "items", **told}, values=lambda: numbers(want, 0))
-    there, _ = gathered_keys(q, k, v, context, FULL)  # whose items they are, the caller knows
-    made = call(q, there.part(keys), return_lse, **want.banded(), **given.tensors, **most)
-    return tuple(t[0] for t in made) if return_lse else made[0]
+    first, end, _ = keys.indices(k.shape[1] * context.ranks)
+
+    def parts_of(_: Fetched, want: Wanted) -> list[Part]:
+        return [Part(slice(0, q.shape[1]), slice(first, end), {**want.banded(), **given.tensors, **most})]
+
+    out, lse = attend_gathered(q, k, v, context, want, FULL, parts_of, return_lse)  # whose items they are, the caller knows
+    return (out[0], lse[0]) if return_lse else out[0]
 
 
 def _over_positions(
@@ -154,7 +156,7 @@ def _allgather(
     starts, most = given.tensors["cu_seqlens_q"], {"max_seqlen_q": given.max_seqlen_q, "max_seqlen_k": given.max_seqlen_k}
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
 
-    def attend_group(q: torch.Tensor, there: Gathered, have: Fetched, want: Wanted) -> tuple[torch.Tensor, Any]:
+    def parts_of(have: Fetched, want: Wanted) -> list[Part]:
         parts: list[Part] = []
         row = 0
         for run in own:
@@ -167,9 +169,9 @@ def _allgather(
             rows = slice(row, row + run.count)
             parts.append(Part(rows, have.place(key), {**want.banded(), **most, **here}))
             row += run.count
-        return attend_parts(q, there, parts, return_lse)
+        return parts
 
-    return by_groups(q, k, v, context, want, band, attend_group)
+    return attend_gathered(q, k, v, context, want, band, parts_of, return_lse)
 
 
 def _cuts_off(want: Wanted) -> bool:

@@ -41,11 +41,12 @@ def prepare(
 
 
 def prepare_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments, given: Given | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: tuple[Any, ...], given: Given | None = None
 ) -> tuple[PreparedCall, tuple[torch.Tensor, ...]]:
     """The prepared call of these arguments, and the tensors besides q, k, v: captured ones and lengths.
 
-    Everything is validated at first sight of a layout.
+    arguments: `Arguments`, or the same as a tuple, which takes a quarter of the time to make. Everything is validated at first
+    sight of a layout.
     """
     causal, window, mask, score, scale, sink, dropout, return_lse, options, stored = arguments
     captured: tuple[torch.Tensor, ...] = ()
@@ -58,8 +59,10 @@ def prepare_call(
             plain_mask = masking.key
         key: Any = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, alignment(addresses_of((q, k, v))) if q.is_cuda else 0, causal, type(causal),
-            plain_mask, scale, type(scale), options, return_lse, type(return_lse), q.is_neg() or k.is_neg() or v.is_neg(),
+            q.device, k.device, v.device,
+            alignment(addresses_of((q, k, v))) if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and q.is_cuda else 0,
+            causal, type(causal), plain_mask, scale, type(scale), options, return_lse, type(return_lse),
+            q.is_neg() or k.is_neg() or v.is_neg(),
         )  # fmt: skip
         if window is not None:
             key += exactly(window)
@@ -82,6 +85,7 @@ def prepare_call(
     except (AttributeError, TypeError, RuntimeError):  # not dense tensors, or not hashable: let validation say what is wrong
         key, call = None, None
     if call is None:
+        arguments = Arguments(*arguments)
         given_ones = causal, window, scale, return_lse
         numbers = plain(causal), plain_pair(window), plain(scale), plain(return_lse)
         if any(a is not b for a, b in zip(numbers, given_ones, strict=True)):  # a tensor is another key as it changes

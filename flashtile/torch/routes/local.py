@@ -8,6 +8,7 @@ import torch
 
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.lengths import Given, given_lengths
+from flashtile.torch.call.sharded import over_ranks
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.execute.prepared import PreparedCall
@@ -21,9 +22,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: An
     """What `flashtile.attention` returns; with cu_seqlens_q what `attention_varlen` does, of (1, total, heads, head_dim)."""
     if is_traced(q, k, v):
         given = _taken(arguments)
-        if given is None or not given.varlen:
-            return attend_traced(APART, (q, k, v), given, Arguments(**arguments))
-        made = attend_traced(APART, (q[0], k[0], v[0]), given, Arguments(**arguments))
+        with over_ranks():
+            if given is None or not given.varlen:
+                return attend_traced(APART, (q, k, v), given, Arguments(**arguments))
+            made = attend_traced(APART, (q[0], k[0], v[0]), given, Arguments(**arguments))
         return tuple(t[None] for t in made) if isinstance(made, tuple) else made[None]
     call, others = prepared(q, k, v, **arguments)
     return attend(call, others, q, k, v)

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashtile.memory import Memory
 from flashtile.torch.call.describe import out_dtype
 from flashtile.torch.call.inputs import check_tensors
+from flashtile.torch.call.sharded import is_replaced, refuse_shards
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import transforms
@@ -46,6 +47,8 @@ def run_forward(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
     ints: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    if is_replaced():  # a compiled graph runs here, too
+        refuse_shards()
     others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     packs, rest = _resolved((q, k, v)), _resolved(others)
     layout = _layout(packs, rest, wanted, text, floats, ints)

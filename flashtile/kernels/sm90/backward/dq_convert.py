@@ -19,8 +19,9 @@ def convert(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
     begun, because every tile is of one that has taken a ticket for it.
     dq = (tensor, strides, scale).
     """
-    PARTS: gl.constexpr = T.columns // T.columns_dq
-    ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
+    # that there is something of: where T.cut nothing was added for columns that do not exist
+    PARTS: gl.constexpr = 3 if T.cut else T.columns // T.columns_dq  # pyright: ignore[reportAssignmentType]
+    ROWS: gl.constexpr = T.columns_added // 4  # of 256 elements
     sizes = work.sizes
     tiles = gl.cdiv(sizes.q, 64)
     heads = batch * sizes.heads
@@ -32,13 +33,14 @@ def convert(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
         following = take(counter_ptr)
         head, row = unit // tiles, unit % tiles * 64
         await_turn(done_flag(sum_ptrs, head // T.group, T), reports)
-        at = (head.to(gl.int64) * padded_rows(sizes.q) + row) // 64 * PARTS
-        added = gl.load(sum_ptrs[2] + at) != 0  # nothing was, to queries that no key tile visits
+        at = (head.to(gl.int64) * padded_rows(sizes.q) + row) // 64
+        added = gl.load(sum_ptrs[2] + at * (T.columns // T.columns_dq)) != 0  # nothing was, to queries that no key tile visits
+        at = at * (T.columns // T.columns_added)
         for part in range(PARTS):
             bar = memory.to.parts.announce(use, sum_desc.block_type.nbytes)
             tma_load(sum_desc, [0, 0, ((at + part) * ROWS).to(gl.int32), 0], bar, memory.part)
             memory.to.parts.wait(use)
-            store_dq(memory.part, dq, head, row, part * T.columns_dq, added, sizes, T)
+            store_dq(memory.part, dq, head, row, part * T.columns_added, added, sizes, T)
             fence_async_shared()  # the next part overwrites what was read
             role_barrier()
             use = use + 1
@@ -47,16 +49,16 @@ def convert(sum_desc, sum_ptrs, dq, batch, memory, work, T: gl.constexpr):
 
 @gluon.jit
 def store_dq(part, dq, head, row, first_column, added, sizes, T: gl.constexpr):
-    """dq of 64 queries of a head (of all batch entries) from `row` on, and of T.columns_dq columns."""
+    """dq of 64 queries of a head (of all batch entries) from `row` on, and of T.columns_added columns."""
     # eights of columns that are stored at a time
-    EIGHTS: gl.constexpr = 4 if T.columns_dq % 32 == 0 else 2  # pyright: ignore[reportAssignmentType]
-    ACROSS: gl.constexpr = T.columns_dq // (8 * EIGHTS)
+    EIGHTS: gl.constexpr = 4 if T.columns_added % 32 == 0 else 2  # pyright: ignore[reportAssignmentType]
+    ACROSS: gl.constexpr = T.columns_added // (8 * EIGHTS)
     # by one or two in the code, whichever lets the consumers' loops keep their numbers in registers
     ABREAST: gl.constexpr = ACROSS if T.block_q > 64 else 1  # pyright: ignore[reportAssignmentType]
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])  # pyright: ignore[reportAssignmentType]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // EIGHTS, EIGHTS], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    sums = recast(part, gl.float32, [T.columns_dq // 2, 128], FLAT)
+    sums = recast(part, gl.float32, [T.columns_added // 2, 128], FLAT)
     token = row + gl.arange(0, 16, gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, 8 * EIGHTS, gl.SliceLayout(0, ROWS))[None, :]
     to = dq[0] + head_offset(head // sizes.heads, head % sizes.heads, dq[1]) + first_column

@@ -12,6 +12,7 @@ from flashtile.kernels.device.score import probabilities
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.device.varlen import first_padded
 from flashtile.kernels.sm90.backward.kernel import through_dropout
+from flashtile.kernels.sm90.backward.scores import spared
 from flashtile.kernels.sm90.device.blank import blank_hidden, blank_unseen
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.dropout import draw_tile
@@ -39,7 +40,7 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS
 
 
 @aggregate
-class Memory:
+class QueriesMemory:
     """Shared memory of a block, as the forward's; dq is stored where a warpgroup's queries were."""
 
     q: gl.shared_memory_descriptor
@@ -92,21 +93,23 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
     if T.mask.masked:  # of a walk at least the first tile
         for n in range(seen.end - seen.high):
             tile = tile_at(indices, seen, seen.end - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.above, T, SCORE, MASK)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.above, FOLDS, T, SCORE, MASK)
             use += 1
         for n in range(seen.high - seen.low):
             tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, FOLDS, T, SCORE, MASK)
             use += 1
         if T.mask.left:
             for n in range(seen.low - seen.first):
                 tile = seen.low - 1 - n
-                dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.below, T, SCORE, MASK)
+                dq = step(
+                    dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.below, FOLDS, T, SCORE, MASK
+                )
                 use += 1
     else:
         for n in range(seen.end - seen.first):
             tile = seen.end - 1 - n
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, T, SCORE, MASK)
+            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, FOLDS, T, SCORE, MASK)
             use += 1
     use = leave(use, seen, first, mem, GROUP, T)
     finish(dq, rows[0], dq_desc, targets, mem, at, size, scale, GROUP, T)
@@ -136,7 +139,7 @@ def load_rows(targets, at, whole, scale, FOLDS: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl.constexpr, MASKED: gl.constexpr,
-         T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+         FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """dq with a further key tile. Values are let go of before keys are, and come first."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
@@ -165,7 +168,9 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
         keep = sees(tile, at, size, given[1], MASKED, BLOCK_K, T, MASK)
     position = locate(tile, at, size, MASKED, BLOCK_K, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
-    _, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
+    p, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)
+    if MASKED and FOLDS == -1:
+        ds = spared(ds, p)
     dq = add_parts(dq, pack(ds, mem.k.dtype), mem.k, key_place, T.block_k, T.columns, T.parts)
     return settle(dq, mem.keys, use, PIECES)
 
@@ -197,7 +202,7 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
     """Descriptors, counts and rest as `forward.attention_forward` has them.
 
     targets = (rows as `rows.attention_rows` leaves them, how many a head has where T.items.varlen, and there dq and its
-    strides). FOLDS: 0, 1 if delta is folded, 2 if level is, too.
+    strides). FOLDS: 0, 1 if delta is folded, 2 if level is, too; -1 if neither is, and the passes over keys call `spared`.
     """
     targets, scale, region = settled(targets), rest[0], settled(rest[2])
     ROWS: gl.constexpr = T.rows
@@ -214,7 +219,7 @@ def attention_queries(q_desc, k_desc, v_desc, dout_desc, dq_desc, targets, heads
     tickets = Tickets(q, keys, 1)
     if T.items.ragged:
         tickets = make_tickets(GROUPS, 8)
-    mem = Memory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
+    mem = QueriesMemory(q, k, v, dout, job, tickets, make_channel(GROUPS, 1), keys, values)
     fence_async_shared()
     await_stream()
     size = measure(heads, group, q_desc.shape[2], k_desc.shape[2], left, right, swizzle, q_desc.shape[0], region, T)

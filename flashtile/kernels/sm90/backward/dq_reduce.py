@@ -4,7 +4,7 @@ from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.sm90.backward.split_tiles import flatten
 from flashtile.kernels.sm90.backward.tile_scheduler import find, meeting
 from flashtile.kernels.sm90.device.locks import NOBODY_ASKED, await_turn, claim, is_first, report, writes_done
-from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, store_wait, tma_add, tma_store
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, store_wait, tma_add, tma_store
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def add_dq(dq, memory, sum_ptrs, step, place, sizes, work, W: gl.constexpr, T: g
     if T.outputs.copies_dq:
         use = 2 * step + W
         memory.to.sums.claim(use)
-        memory.shares.index(W).reshape([64 * COLUMNS]).store(shares)
+        share_of(memory, W, COLUMNS, T).store(shares)
         fence_async_shared()
         memory.to.sums.hand_over(use)
     else:
@@ -42,6 +42,7 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
     first step is claimed while consumers are busy with the tile before, for two blocks might then wait for each other.
     """
     ROWS: gl.constexpr = T.columns_dq // 4  # of 256 elements
+    BOXES: gl.constexpr = 2 if T.cut and W == 0 else 1  # pyright: ignore[reportAssignmentType]
     EARLY: gl.constexpr = not (T.tells or T.schedule.deterministic)  # pyright: ignore[reportAssignmentType]
     turn, step, answer = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket = memory.to.tickets.read(turn, 1)
@@ -67,10 +68,13 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
                 first = is_first(sum_ptrs[2] + at, answer)
             elif not T.schedule.deterministic:
                 first = is_first(sum_ptrs[2] + at)
-            if first:
-                tma_store(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
-            else:
-                tma_add(sum_desc, [0, 0, (at * ROWS).to(gl.int32), 0], memory.shares.index(W))
+            row = (at * ROWS).to(gl.int32)
+            for i in gl.static_range(BOXES):
+                share = memory.shares.index(2 * W + i if T.cut else W)
+                if first:
+                    tma_store(sum_desc, [0, 0, row + i * (ROWS // 2), 0], share)
+                else:
+                    tma_add(sum_desc, [0, 0, row + i * (ROWS // 2), 0], share)
             store_wait(0)
             memory.to.sums.release(2 * step + W)
             if EARLY:
@@ -85,6 +89,17 @@ def add_shares(sum_desc, sum_ptrs, memory, work, W: gl.constexpr, T: gl.constexp
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 1)
+
+
+@gluon.jit
+def share_of(memory, W: gl.constexpr, COLUMNS: gl.constexpr, T: gl.constexpr):
+    """Where a consumer's part of dq goes through, as registers hold it: where T.cut two boxes, of which the second has one."""
+    if T.cut:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
+        PLACES: gl.constexpr = 2 * T.columns_dq // COLUMNS
+        return recast(memory.shares, gl.float32, [PLACES, 64 * COLUMNS], FLAT).index(W * (PLACES // 2))
+    else:
+        return memory.shares.index(W).reshape([64 * COLUMNS])
 
 
 @gluon.jit

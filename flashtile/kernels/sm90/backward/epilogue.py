@@ -7,12 +7,12 @@ from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast, s
 
 
 @gluon.jit
-def scaled(dk, scale, T: gl.constexpr):
-    """The pieces of dk times scale."""
-    if T.cut:
-        return (dk[0] * scale, dk[1] * scale)
+def scaled(sums, scale, CUT: gl.constexpr):
+    """The pieces of a gradient times a scale."""
+    if CUT:
+        return (sums[0] * scale, sums[1] * scale)
     else:
-        return (dk[0] * scale,)
+        return (sums[0] * scale,)
 
 
 @gluon.jit
@@ -27,7 +27,9 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
     first = place.column + W * 64
     if T.outputs.wide_keys:
         if T.outputs.dv:
-            store_wide(dv_desc, grads[2], dv, 0, first, T.head_dim_v, place, T)
+            store_wide(dv_desc, grads[2], dv[0], 0, first, T.head_dim_v, place, T)
+            if T.pieces_v:
+                store_wide(dv_desc, grads[2], dv[1], T.columns_v // 2, first, T.head_dim_v, place, T)
         if T.outputs.dk:
             store_wide(dk_desc, grads[1], dk[0], 0, first, T.head_dim, place, T)
             if T.cut:
@@ -40,15 +42,36 @@ def store_keys(dk_desc, dv_desc, grads, memory, dk, dv, place, W: gl.constexpr, 
             if T.cut:
                 store_piece(dk_desc, grads[1], memory, dk[1], T.columns // 2, first, T.head_dim, place, W, T)
         else:
-            store_halves(dv_desc, grads[2], memory, dv, first, T.head_dim_v, place, W, T)
-    elif not T.outputs.copies_dq:
-        store_piece(dv_desc, grads[2], memory, dv, 0, first, T.head_dim_v, place, W, T)
-        store_piece(dk_desc, grads[1], memory, dk[0], 0, first, T.head_dim, place, W, T)
+            store_halves(dv_desc, grads[2], memory, dv[0], first, T.head_dim_v, place, W, T)
     else:
-        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v
-        store_gradient(dv_desc, grads[2], memory.ds, dv, 0, first, T.head_dim_v, W * (PLACES // 2), PLACES, place, T)
-        memory.to.sums.claim(2 * place.visits.end + W)
-        store_gradient(dk_desc, grads[1], memory.shares.index(W), dk[0], 0, first, T.head_dim, 0, 1, place, T)
+        PLACES: gl.constexpr = 4 * T.block_q // T.columns_v_stored
+        store_pieces(dv_desc, grads[2], memory.ds, dv, first, T.head_dim_v, W * (PLACES // 2), PLACES, T.pieces_v, place, T)
+        if T.outputs.copies_dq:
+            SHARES: gl.constexpr = 4 * T.columns_dq // T.columns_stored  # of both consumers: each writes where its own were
+            memory.to.sums.claim(2 * place.visits.end + W)
+            store_pieces(dk_desc, grads[1], memory.shares, dk, first, T.head_dim, W * (SHARES // 2), SHARES, T.cut, place, T)
+        else:
+            OTHERS: gl.constexpr = 4 * T.block_q // T.columns_stored
+            store_wait(0)
+            store_pieces(dk_desc, grads[1], memory.ds, dk, first, T.head_dim, W * (OTHERS // 2), OTHERS, T.cut, place, T)
+            store_wait(0)
+
+
+@gluon.jit
+def store_pieces(desc, target, staging, sums, first, WIDTH: gl.constexpr, PLACE: gl.constexpr, PLACES: gl.constexpr,
+                 CUT: gl.constexpr, place, T: gl.constexpr):  # fmt: skip
+    """Write a gradient of 64 keys from `first` on, whole or, where it is CUT, a quarter of its columns after the other, through
+    places of their own from PLACE on.
+    """
+    if CUT:
+        COLUMNS: gl.constexpr = sums[1].shape[1]
+        halves = gl.split(sums[0].reshape([64, 2, COLUMNS]).permute((0, 2, 1)))
+        for i in gl.static_range(2):
+            half = gl.convert_layout(halves[i], matrix_layout(COLUMNS), assert_trivial=True)
+            store_gradient(desc, target, staging, half, i * COLUMNS, first, WIDTH, PLACE + i, PLACES, place, T)
+        store_gradient(desc, target, staging, sums[1], 2 * COLUMNS, first, WIDTH, PLACE + 2, PLACES, place, T)
+    else:
+        store_gradient(desc, target, staging, sums[0], 0, first, WIDTH, PLACE, PLACES, place, T)
 
 
 @gluon.jit

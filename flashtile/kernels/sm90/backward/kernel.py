@@ -114,16 +114,16 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
                          SCORE, MASK)  # fmt: skip
         if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
-            dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+            dv_token = multiply_pieces(weights, dout, dv, COLUMNS_V, T.pieces_v)
     else:
         if T.modifiers.late:
             raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
         p, slope = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
         if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
-            dv_token = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+            dv_token = multiply_pieces(weights, dout, dv, COLUMNS_V, T.pieces_v)
         if not T.douts_first:
-            dp = warpgroup_mma_wait(1 if T.outputs.dv else 0, deps=[dp_token])
+            dp = warpgroup_mma_wait((2 if T.pieces_v else 1) if T.outputs.dv else 0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
         if not T.modifiers.folds:
             delta = delta_rows.load(gl.SliceLayout(0, SCORES))[None, :]
@@ -146,16 +146,20 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         memory.to.scores.wait(step - 1)
         dq_token = multiply_dq(memory, step - 1, W, T)
     if T.douts_first:
-        dk = settle_dk(warpgroup_mma_wait(2 if LAGS else 0, deps=dk), T)
+        dk = settle_pieces(warpgroup_mma_wait(2 if LAGS else 0, deps=dk), T.cut)
         memory.to.queries.release(step)
     else:
         dk = multiply_dk(ds, q, dk, memory, 2 * W + step % 2, T)
     PENDING: gl.constexpr = 0 if T.douts_first else 2 if T.cut else 1  # pyright: ignore[reportAssignmentType]
     if T.outputs.dv:
-        if LAGS:
-            dv, dq = warpgroup_mma_wait(PENDING, deps=[dv_token, dq_token])
+        if LAGS and T.pieces_v:
+            wide, rest, dq = warpgroup_mma_wait(PENDING, deps=[dv_token[0], dv_token[1], dq_token])
+            dv = (wide, rest)
+        elif LAGS:
+            wide, dq = warpgroup_mma_wait(PENDING, deps=[dv_token[0], dq_token])
+            dv = (wide,)
         else:
-            dv = warpgroup_mma_wait(PENDING, deps=[dv_token])
+            dv = settle_pieces(warpgroup_mma_wait(PENDING, deps=dv_token), T.pieces_v)
         if not T.pipeline.joined:
             memory.to.douts.release(step)
     elif LAGS:
@@ -167,7 +171,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         if T.pipeline.joined:  # a word behind another one takes one barrier less
             memory.to.scores.release(step - 1)
     if not T.douts_first:
-        dk = settle_dk(warpgroup_mma_wait(0, deps=dk), T)
+        dk = settle_pieces(warpgroup_mma_wait(0, deps=dk), T.cut)
         memory.to.queries.release(step)
     return dk, dv
 
@@ -212,46 +216,62 @@ def multiply_rows(a, b, start, ADDS: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
-def empty_dk(T: gl.constexpr):
-    """dk of 64 keys before their first step, in as many pieces as `multiply_dk` adds to."""
-    COLUMNS: gl.constexpr = T.columns // 2 if T.cut else T.columns
-    rest: gl.constexpr = T.columns // 4
-    dk = (gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS)),)  # pyright: ignore[reportCallIssue]
-    if T.cut:
-        dk = (dk[0], gl.zeros([64, rest], gl.float32, matrix_layout(rest)))  # pyright: ignore[reportCallIssue]
-    return dk
+def empty(COLUMNS: gl.constexpr, CUT: gl.constexpr):
+    """dk or dv of 64 keys before their first step, in as many pieces as `multiply_pieces` adds to."""
+    WIDE: gl.constexpr = COLUMNS // 2 if CUT else COLUMNS  # pyright: ignore[reportAssignmentType]
+    rest: gl.constexpr = COLUMNS // 4  # pyright: ignore[reportAssignmentType]
+    sums = (gl.zeros([64, WIDE], gl.float32, matrix_layout(WIDE)),)  # pyright: ignore[reportCallIssue]
+    if CUT:
+        sums = (sums[0], gl.zeros([64, rest], gl.float32, matrix_layout(rest)))  # pyright: ignore[reportCallIssue]
+    return sums
 
 
 @gluon.jit
 def multiply_dk(ds, q, dk, memory, place, T: gl.constexpr):
-    """Begin to add to the pieces of dk: all columns, or where T.cut half of them and the next quarter.
+    """Begin to add to the pieces of dk.
 
     ds comes from registers or, where a wide head's dk and dq leave none, from its place in shared memory.
     """
-    WIDE: gl.constexpr = T.columns // 2 if T.cut else T.columns
-    rest: gl.constexpr = T.columns // 4
     if T.outputs.dq and T.pipeline.stages == 1:
         left = ds_of(memory, place, T)
-        left_of_rest = left
+        return add_pieces(left, left, q, dk, T.columns, T.cut)
     else:
-        left = gl.convert_layout(ds, operand_layout(WIDE))
-        left_of_rest = gl.convert_layout(ds, operand_layout(rest))
-    if T.cut:
-        return (
-            warpgroup_mma(left, q.slice(0, WIDE, 1), dk[0], is_async=True),
-            warpgroup_mma(left_of_rest, q.slice(WIDE, rest, 1), dk[1], is_async=True),
-        )
-    else:
-        return (warpgroup_mma(left, q, dk[0], is_async=True),)
+        return multiply_pieces(ds, q, dk, T.columns, T.cut)
 
 
 @gluon.jit
-def settle_dk(dk, T: gl.constexpr):
-    """The pieces of dk, of which a wait for one does not make a tuple."""
-    if T.cut:
-        return dk
+def multiply_pieces(left, right, sums, COLUMNS: gl.constexpr, CUT: gl.constexpr):
+    """`add_pieces` of what lies in registers."""
+    WIDE: gl.constexpr = COLUMNS // 2 if CUT else COLUMNS  # pyright: ignore[reportAssignmentType]
+    rest: gl.constexpr = COLUMNS // 4  # pyright: ignore[reportAssignmentType]
+    wide = gl.convert_layout(left, operand_layout(WIDE))
+    if CUT:
+        return add_pieces(wide, gl.convert_layout(left, operand_layout(rest)), right, sums, COLUMNS, CUT)
     else:
-        return (dk,)
+        return add_pieces(wide, wide, right, sums, COLUMNS, CUT)
+
+
+@gluon.jit
+def add_pieces(left, left_of_rest, right, sums, COLUMNS: gl.constexpr, CUT: gl.constexpr):
+    """Begin to add products with rows to sums: all columns, or where CUT half of them and the next quarter."""
+    WIDE: gl.constexpr = COLUMNS // 2  # pyright: ignore[reportAssignmentType]
+    rest: gl.constexpr = COLUMNS // 4  # pyright: ignore[reportAssignmentType]
+    if CUT:
+        return (
+            warpgroup_mma(left, right.slice(0, WIDE, 1), sums[0], is_async=True),
+            warpgroup_mma(left_of_rest, right.slice(WIDE, rest, 1), sums[1], is_async=True),
+        )
+    else:
+        return (warpgroup_mma(left, right, sums[0], is_async=True),)
+
+
+@gluon.jit
+def settle_pieces(sums, CUT: gl.constexpr):
+    """The pieces of a sum, of which a wait for one does not make a tuple."""
+    if CUT:
+        return sums
+    else:
+        return (sums,)
 
 
 @gluon.jit
@@ -362,7 +382,6 @@ def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W:
 def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.constexpr, T: gl.constexpr,
             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """A warpgroup: dk and dv of 64 keys, or one of both."""
-    COLUMNS_V: gl.constexpr = T.columns_v
     # whether keys are let go of before dq's last share goes; beside dropout that would spill
     EARLY: gl.constexpr = T.outputs.sums_dq and not T.modifiers.dropout  # pyright: ignore[reportAssignmentType]
     sums = grads[0]
@@ -377,15 +396,14 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             T.modifiers.curved or not T.outputs.sums_dq
         ):  # of the others the loader waits for all; curves are faster for it
             await_stream(not T.outputs.sums_dq)
-        dk = empty_dk(T)
-        dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
+        dk, dv = empty(T.columns, T.cut), empty(T.columns_v, T.pieces_v)
         memory.to.keys.wait(turn)
         if T.mask.blanks and (T.outputs.sums_dq or T.mask.right):
             blank_keys(memory, place, sizes, work.band, W, T)
         if T.mask.predicate and T.outputs.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
         if not T.outputs.dk:
-            dv = gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK)
+            dv = (gather_dv(dv[0], memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK),)
         elif not T.outputs.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
@@ -424,7 +442,7 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
         begin = place.visits.end
         place, sizes = again(place, sizes, memory, work, 4, T)
         if T.modifiers.dropout:
-            dv *= seed.factor
+            dv = scaled(dv, seed.factor, T.pieces_v)
         if T.schedule.pieces > 1:
             job = place.visits.job
             if job > 0:
@@ -433,9 +451,9 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
                 if job < 0:
                     dk, dv = add_given(dk, dv, sums, job, W, T)
                 there, _ = again(place, sizes, memory, work, 4, T)  # nothing of it is held while others' sums are added
-                store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, there, W, T)
+                store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T.cut), dv, there, W, T)
         else:
-            store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T), dv, place, W, T)
+            store_keys(dk_desc, dv_desc, grads, memory, scaled(dk, scale, T.cut), dv, place, W, T)
         memory.to.tickets.finish(turn)
         turn = turn + 1
         ticket = memory.to.tickets.read(turn, 4)

@@ -36,7 +36,7 @@ class Channels:
 
 
 @aggregate
-class Memory:
+class BackwardMemory:
     """The tiles, and their channels."""
 
     k: gl.shared_memory_descriptor
@@ -89,7 +89,8 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     tickets = make_tickets(2, WORDS if T.tells else 1, (2 if T.outputs.copies_dq else 0) + T.outputs.ds, T.divided > 0)
     shares, sums, scores = ds, queries, queries
     if T.outputs.copies_dq:
-        shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+        BOXES: gl.constexpr = 2 * T.columns_dq // T.columns_added
+        shares = gl.allocate_shared_memory(gl.float32, [BOXES, 1, 1, T.columns_added // 4, 256], sum_desc.layout)
         sums = make_channel(2, 1, 1, False, T.singly)
     if T.outputs.sums_dq:
         scores = make_channel(2, 2, 2, T.singly, T.singly, T.outputs.ds)
@@ -106,7 +107,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
         edges = make_channel(2, 0)  # with one place ptxas keeps 18 words more of a document's loop in local memory
     part, parts = shares, queries
     if T.pipeline.converts:
-        part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_dq // 4, 256], sum_desc.layout)
+        part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_added // 4, 256], sum_desc.layout)
         parts = make_channel(1, 0)
     steps = ds
     if T.tells:
@@ -115,7 +116,7 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     v = k
     if T.outputs.dk:
         v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout)
-    return Memory(
+    return BackwardMemory(
         k,
         v,
         gl.allocate_shared_memory(dtype, [T.pipeline.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),

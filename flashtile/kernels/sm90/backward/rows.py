@@ -111,9 +111,10 @@ def dq_tile(sum_ptrs, dq_ptr, strides, head, item, padded, row, heads, scale, T:
     at = sum_ptrs[0] + (head_rows + row) * COLUMNS + tl.arange(0, 64 * COLUMNS)
     # (half, 8 columns, warp, row, pair, row of 8, column of a pair) -> (warp, row of 8, row, half, 8 columns, pair, column)
     exists = item.span_q > row // ROWS * ROWS
+    there = exists
     if T.cut:  # nothing was added for columns that do not exist
-        exists = exists & (tl.arange(0, 64 * COLUMNS) < 48 * COLUMNS)
-    value = tl.load(at, mask=exists, other=0.0) if T.items.ragged or T.cut else tl.load(at)
+        there = exists & (tl.arange(0, 64 * COLUMNS) < 48 * COLUMNS)
+    value = tl.load(at, mask=there, other=0.0) if T.items.ragged or T.cut else tl.load(at)
     if not T.clears:  # nor for queries that no key tile visits: the sum is under way meanwhile
         PARTS: tl.constexpr = T.columns // T.columns_dq
         added = tl.load(sum_ptrs[1] + (head_rows + row) // 64 * PARTS, mask=exists, other=0)

@@ -11,6 +11,7 @@ from flashtile.kernels.sm90.device.scores import widened
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, ones, select_bits, stay
 
 NEGATIVE_ZERO = gl.constexpr("0f80000000")
+WHOLE = gl.constexpr(1 - 2.0**-14)  # from here on a probability is the row's only one, as well as a float32 lse tells
 
 
 @gluon.jit
@@ -187,7 +188,22 @@ def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, w
     if T.mask.predicate:
         if masked:
             keep = keep & holds(at, work.mask_args, T, MASK)
-    return probabilities(raw, dp, row, at, keep, scale, score_args, T.mask.any, T, SCORE)
+    p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, T.mask.any, T, SCORE)
+    if T.modifiers.spares and T.mask.any:
+        if masked:
+            ds = spared(ds, p)
+    return p, ds
+
+
+@gluon.jit
+def spared(ds, p):
+    """ds, 0 for a key that has all the weight of a row: dp - delta is 0 there, but delta is of out as it was rounded.
+
+    Without dropout out is that key's value, in 16 bits as it is, and nothing is rounded. All other keys of such a row together
+    weigh less than 2^-14, which is less than what out is rounded by. Only a masked tile has such a key, unless a tensor that is
+    added hides the others.
+    """
+    return gl.where(p > WHOLE, 0.0, ds)
 
 
 @gluon.jit
@@ -209,6 +225,9 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
     else:
         p = gl.exp2(score * (factor * LOG2E) - level)
     slope = p * SCORE[T.modifiers.adds + 1](score) if T.modifiers.curved else p
+    if T.mask.any and T.modifiers.spares and T.modifiers.curved:
+        if masked:
+            slope = spared(slope, p)
     if T.mask.any and not EARLY:
         if masked:
             head, start = meeting(memory, step, place, 4, T)
@@ -227,6 +246,9 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
 @gluon.jit
 def differentiate(slope, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
     """The gradient of the scaled product; `slope` as `weigh` has it."""
+    if T.modifiers.spares and T.mask.any and not T.modifiers.curved:
+        if masked:
+            slope = spared(slope, slope)
     if T.modifiers.folds:
         ds = slope * dp
     else:

@@ -59,7 +59,7 @@ def give(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
     """Leave a consumer's part of a piece's dk and dv to who takes it."""
     part, number = place_of_piece(sums, job - 1, W, T), (job - 1) // (T.schedule.pieces - 1)
     store_flat(part, dk[0])
-    store_flat(part + 64 * T.columns, dv)
+    store_flat(part + 64 * T.columns, dv[0])
     report(sums[1] + FLAGS + 2 * number + W)  # every warp
 
 
@@ -68,13 +68,13 @@ def add_given(dk, dv, sums, job, W: gl.constexpr, T: gl.constexpr):
     """dk and dv with what the helpers gave."""
     number = -1 - job
     await_turn(sums[1] + FLAGS + 2 * number + W, 4 * (T.schedule.pieces - 1))
-    own, others = dk[0], gl.to_tensor(T.schedule.pieces - 1)
+    own, own_v, others = dk[0], dv[0], gl.to_tensor(T.schedule.pieces - 1)
     if T.schedule.pieces > 2:  # once in the code: what is jumped over costs, too
         others = uniform(others)
     for i in range(others):
         part = place_of_piece(sums, number * (T.schedule.pieces - 1) + i, W, T)
-        own, dv = own + load_flat(part, T.columns), dv + load_flat(part + 64 * T.columns, T.columns_v)
-    return (own,), dv
+        own, own_v = own + load_flat(part, T.columns), own_v + load_flat(part + 64 * T.columns, T.columns_v)
+    return (own,), (own_v,)
 
 
 @gluon.jit

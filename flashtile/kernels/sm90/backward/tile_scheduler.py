@@ -59,7 +59,7 @@ class Visits:
 
 
 @aggregate
-class Walk:
+class BackwardWalk:
     """A key tile and the query tiles that see it."""
 
     told: gl.tensor  # in which turn, where T.tells
@@ -240,7 +240,7 @@ def flag_of(counter_ptr, place, sizes, T: gl.constexpr):
 
 @gluon.jit
 def walk(ticket, begin, ranks, work, T: gl.constexpr):
-    """(the Walk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item).
+    """(the BackwardWalk of whoever holds the ticket and has taken `begin` steps before, the Sizes of its item).
 
     ranks: with lists, unless T.schedule.deterministic, Ranks.
     """
@@ -314,7 +314,7 @@ def walk(ticket, begin, ranks, work, T: gl.constexpr):
         shift = column % gl.maximum(tiles * BLOCK_Q, 1)
     visits = Visits(gl.to_tensor(lo), stride, shift, gl.to_tensor(full_lo), gl.to_tensor(full_hi), tiles, begin, begin + steps,
                     gl.to_tensor(job))  # fmt: skip
-    place = Walk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
+    place = BackwardWalk(gl.to_tensor(0), tile, column, item.batch, slab(item, T), item.first_q, item.first_k, item.span_k,
                  first_padded(item, T), gl.to_tensor(padded), head_kv, visits)  # fmt: skip
     return place, sizes
 
@@ -365,8 +365,8 @@ def told_tile(tickets, turn, work, WARPS: gl.constexpr, HELD: gl.constexpr, T: g
         end,
         job,
     )
-    walk = Walk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row, gl.to_tensor(padded),
-                tickets.number(turn, 3, WARPS), visits)  # fmt: skip
+    walk = BackwardWalk(turn, tile, column, batch, place, first_q, first_k, gl.to_tensor(span_k), first_row,
+                        gl.to_tensor(padded), tickets.number(turn, 3, WARPS), visits)  # fmt: skip
     return walk, sizes
 
 

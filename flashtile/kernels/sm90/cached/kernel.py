@@ -2,7 +2,8 @@
 
 A block has 64 rows, queries packed with the heads that share keys, and goes through a few parts of the keys, as the portable
 kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
-n, and the probabilities of tile n - 1 with its values.
+n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
+then multiplied, too; keys are waited for, values are converted while keys are multiplied.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.softmax import add_sink, finish, scored
+from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
+from flashtile.kernels.sm90.cached.convert import convert_tile
 from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -32,25 +35,32 @@ from flashtile.triton_glue.gluon import (
     warpgroup_mma_wait,
 )
 
+LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
+DROP = gl.constexpr(2.0**-15)  # takes it back
+VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while keys are multiplied: registers
+
 
 @aggregate
-class Memory:
+class CachedMemory:
     """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
-    of a box, 64], with their channels.
+    of a box, 64], with their channels. Of 8 bits a box has all columns, and wide_k and wide_v, [parts, keys, 64], are the tiles
+    that are multiplied; otherwise they are the rings.
     """
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    wide_k: gl.shared_memory_descriptor
+    wide_v: gl.shared_memory_descriptor
     keys: Channel
     values: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, keys, values):
-        self.q, self.k, self.v, self.keys, self.values = q, k, v, keys, values
+    def __init__(self, q, k, v, wide_k, wide_v, keys, values):
+        self.q, self.k, self.v, self.wide_k, self.wide_v, self.keys, self.values = q, k, v, wide_k, wide_v, keys, values
 
 
-class Seat(NamedTuple):
+class CachedSeat(NamedTuple):
     """What a block computes: whose queries, from which on, and which keys of how many."""
 
     item: gl.tensor
@@ -67,7 +77,7 @@ class Seat(NamedTuple):
     seen_to: gl.tensor
 
 
-class Rows(NamedTuple):
+class CachedRows(NamedTuple):
     """State of 64 rows."""
 
     acc: gl.tensor
@@ -78,7 +88,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def seat_of(number, used_ptr, sizes, T: gl.constexpr):
-    """The Seat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     heads = sizes[1] * T.chunks
@@ -93,30 +103,40 @@ def seat_of(number, used_ptr, sizes, T: gl.constexpr):
     first, end = lo, hi
     if T.split > 0:
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
-    return Seat(item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1])
+    return CachedSeat(
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
+    )
 
 
 @gluon.jit
-def consume(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, T: gl.constexpr):
-    """Role: attention of 64 rows to the keys of a block."""
+def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.constexpr):
+    """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
-    load_queries(q_ptr, strides[0], mem, seat, sizes, T)
+    v_scale = gl.to_tensor(1.0)
+    if T.k_scale:
+        scale = scale * scale_of(scales[0], seat)
+    if T.v_scale:
+        v_scale = scale_of(scales[1], seat)
+    if T.lowers:
+        scale = load_lowered(q_ptr, strides[0], mem, seat, sizes, T)[:, None] * scale
+    else:
+        load_queries(q_ptr, strides[0], mem, seat, sizes, T)
     if SPLIT == 0:
         rows = nothing(T)
         if seat.first < seat.end:
             rows, _ = walk(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
-        write(summed(rows, T), out_ptrs, strides, seat, sizes, T)
+        write(summed(rows, v_scale, T), out_ptrs, strides, seat, sizes, T)
     else:
         use = gl.to_tensor(0)
-        some = summed(nothing(T), T)
+        some = summed(nothing(T), v_scale, T)
         for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
             low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
             if low < high:
                 rows, use = walk(use, mem, seat, low, high, sizes, scale, T)
                 if T.folds:
-                    some = joined(some, summed(rows, T), T)
+                    some = joined(some, summed(rows, v_scale, T), T)
                 else:
-                    store_part(summed(rows, T), out_ptrs, part, seat, sizes, T)
+                    store_part(summed(rows, v_scale, T), out_ptrs, part, seat, sizes, T)
         if T.direct:
             write(some, out_ptrs, strides, seat, sizes, T)
         elif T.folds:
@@ -125,10 +145,22 @@ def consume(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, T: gl.constexpr):
 
 
 @gluon.jit
-def summed(rows, T: gl.constexpr):
-    """The state with a number for each row, laid out as the accumulator's rows are."""
+def scale_of(given, seat):
+    """What all stored numbers of the item's head are to be multiplied by."""
+    ptr, strides = given
+    return gl.load(ptr + seat.item.to(gl.int64) * strides[0] + seat.head.to(gl.int64) * strides[1])
+
+
+@gluon.jit
+def summed(rows, v_scale, T: gl.constexpr):
+    """The state with a number for each row, laid out as the accumulator's rows are; values times their scale."""
     ROWS: gl.constexpr = row_layout(T.columns_v)
-    return Sums(rows.acc, gl.convert_layout(rows.top, ROWS), gl.convert_layout(gl.sum(rows.total, 1), ROWS))
+    acc, total = rows.acc, gl.convert_layout(gl.sum(rows.total, 1), ROWS)
+    if T.lowers:
+        total, v_scale = total * DROP, v_scale * DROP
+    if T.lowers or T.v_scale:
+        acc = acc * v_scale
+    return Sums(acc, gl.convert_layout(rows.top, ROWS), total)
 
 
 @gluon.jit
@@ -147,15 +179,40 @@ def load_queries(ptr, strides, mem, seat, sizes, T: gl.constexpr):
     """Bring the queries to shared memory, zeros where there are none."""
     ROWS: gl.constexpr = T.rows
     PARTS: gl.constexpr = T.parts_k
+    for part in gl.static_range(PARTS):
+        mem.q.index(part).reshape([ROWS, STRIP]).store(queries_of(ptr, strides, part, seat, sizes, T))
+    fence_async_shared()
+
+
+@gluon.jit
+def load_lowered(ptr, strides, mem, seat, sizes, T: gl.constexpr):
+    """The same in fp16 (`device/stored.py`: `lowered`); what each row's products are to be multiplied by."""
+    ROWS: gl.constexpr = T.rows
+    PARTS: gl.constexpr = T.parts_k
+    BLOCK_K: gl.constexpr = T.block_k
+    some = ()
+    for part in gl.static_range(PARTS):
+        some = some + (queries_of(ptr, strides, part, seat, sizes, T),)  # noqa: RUF005
+    top = gl.max(gl.abs(some[0]), 1)
+    if PARTS == 2:
+        top = gl.maximum(top, gl.max(gl.abs(some[1]), 1))
+    for part in gl.static_range(PARTS):
+        q, _ = lowered(some[part], top)
+        mem.q.index(part).reshape([ROWS, STRIP]).store(q)
+    fence_async_shared()
+    _, factor = lowered(some[0], top)
+    return gl.convert_layout(factor, row_layout(BLOCK_K))
+
+
+@gluon.jit
+def queries_of(ptr, strides, part, seat, sizes, T: gl.constexpr):
+    """64 columns of the queries."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     row, head, exists = places(seat, sizes, gl.SliceLayout(1, LAYOUT), T)
     at = seat.item.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
-    for part in gl.static_range(PARTS):
-        column = part * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, LAYOUT))
-        inside = exists[:, None] & (column < T.head_dim)[None, :]
-        q = gl.load(ptr + (at[:, None] + column.to(gl.int64)[None, :] * strides[3]), mask=inside, other=0.0)
-        mem.q.index(part).reshape([ROWS, STRIP]).store(q)
-    fence_async_shared()
+    column = part * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, LAYOUT))
+    inside = exists[:, None] & (column < T.head_dim)[None, :]
+    return gl.load(ptr + (at[:, None] + column.to(gl.int64)[None, :] * strides[3]), mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -166,57 +223,85 @@ def nothing(T: gl.constexpr):
     COLUMNS: gl.constexpr = T.columns_v
     total = lane_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K)), T)  # pyright: ignore[reportCallIssue]
     top = gl.full([ROWS], float("-inf"), gl.float32, row_layout(BLOCK_K))
-    return Rows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
+    return CachedRows(gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS)), (), top, total)  # pyright: ignore[reportCallIssue]
 
 
 @gluon.jit
 def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
-    """(Rows, key tiles used) of the keys from low to high, of which there are some."""
+    """(CachedRows, key tiles used) of the keys from low to high, of which there are some."""
     BLOCK_K: gl.constexpr = T.block_k
+    take(mem.k, mem.keys, mem.wide_k, use, low, seat, T.parts_k, T.block_k, T)
     score = multiply_keys(mem, use, T)
     score = warpgroup_mma_wait(0, deps=[score])
-    mem.keys.release(use)
+    let_go(mem.keys, use, T)
     score = shaped(score * scale, mem, use, low, seat, sizes, T)
     top = gl.max(score, 1)
-    p = gl.exp2(score - level(top, True, T)[:, None])
+    p = gl.exp2(score - lifted(level(top, True, T), T)[:, None])
     rows = nothing(T)
-    rows = Rows(rows.acc, pack(p, mem.v.dtype), top, lane_sums(p, T))
+    rows = CachedRows(rows.acc, pack(p, mem.q.dtype), top, lane_sums(p, T))
     use += 1
     for start in range(low + BLOCK_K, high, BLOCK_K):
         rows = step(rows, mem, use, start, seat, sizes, scale, T)
         use += 1
-    mem.values.wait(use - 1)
+    last = low + (gl.cdiv(high - low, BLOCK_K) - 1) * BLOCK_K
+    take(mem.v, mem.values, mem.wide_v, use - 1, last, seat, T.parts_v, VALUE_ROWS, T)
     acc = add_values(rows, mem, use - 1, T)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mem.values.release(use - 1)
-    return Rows(acc, (), rows.top, rows.total), use
+    let_go(mem.values, use - 1, T)
+    return CachedRows(acc, (), rows.top, rows.total), use
 
 
 @gluon.jit
 def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
     """The state after a further key tile; the values of the one before are added meanwhile."""
     COLUMNS: gl.constexpr = T.columns_v
+    take(mem.k, mem.keys, mem.wide_k, use, start, seat, T.parts_k, T.block_k, T)
     score = multiply_keys(mem, use, T)
-    mem.values.wait(use - 1)
+    take(mem.v, mem.values, mem.wide_v, use - 1, start - T.block_k, seat, T.parts_v, VALUE_ROWS, T)
     acc = add_values(rows, mem, use - 1, T)
     score = warpgroup_mma_wait(1, deps=[score])
-    mem.keys.release(use)
+    let_go(mem.keys, use, T)
     score = shaped(score * scale, mem, use, start, seat, sizes, T)
     top = gl.maximum(rows.top, gl.max(score, 1))
     shift = level(top, True, T)
     decay = gl.exp2(rows.top - shift)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mem.values.release(use - 1)
-    p = gl.exp2(score - shift[:, None])
+    let_go(mem.values, use - 1, T)
+    p = gl.exp2(score - lifted(shift, T)[:, None])
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     acc = acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
-    return Rows(acc, pack(p, mem.v.dtype), top, total)
+    return CachedRows(acc, pack(p, mem.q.dtype), top, total)
+
+
+@gluon.jit
+def take(tiles, channel, wide, use, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr):
+    """Wait for a tile; what is stored in 8 bits is converted, ROWS at a time, and let go of."""
+    channel.wait(use)
+    if T.converts:
+        convert_tile(tiles, channel.at(use), wide, start, seat, PARTS, ROWS, T)
+        channel.release(use)
+
+
+@gluon.jit
+def let_go(channel, use, T: gl.constexpr):
+    """Let go of a tile that was multiplied."""
+    if not T.converts:
+        channel.release(use)
+
+
+@gluon.jit
+def lifted(level, T: gl.constexpr):
+    """What is subtracted in the exponent: where T.lowers probabilities are 2^LIFT_LOG2 times as large."""
+    if T.lowers:
+        return level - LIFT_LOG2
+    else:
+        return level
 
 
 @gluon.jit
 def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
     """A ring's tile, of all boxes and columns."""
-    COUNT: gl.constexpr = T.pipeline.stages * PARTS
+    COUNT: gl.constexpr = T.places * PARTS
     BLOCK_K: gl.constexpr = T.block_k
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], tiles.dtype)
     return first_parts(recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED), place, BLOCK_K, STRIP, PARTS)
@@ -229,21 +314,29 @@ def multiply_keys(mem, use, T: gl.constexpr):
     BLOCK_K: gl.constexpr = T.block_k
     PARTS: gl.constexpr = T.parts_k
     start = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
-    mem.keys.wait(use)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], mem.k.dtype)
-    keys = recast(mem.k, mem.k.dtype, [T.pipeline.stages * PARTS, BLOCK_K, STRIP], SHARED)
-    return multiply_parts(start, (mem.q, 0), (keys, mem.keys.at(use)), False, ROWS, BLOCK_K, STRIP, PARTS)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], mem.q.dtype)
+    keys = recast(mem.wide_k, mem.q.dtype, [T.places * PARTS, BLOCK_K, STRIP], SHARED)
+    return multiply_parts(start, (mem.q, 0), (keys, place_of(mem.keys, use, T)), False, ROWS, BLOCK_K, STRIP, PARTS)
 
 
 @gluon.jit
 def add_values(rows, mem, use, T: gl.constexpr):
     """The accumulator plus probabilities times a value tile, under way."""
-    return add_columns(rows.acc, rows.weights, tile_of(mem.v, mem.values.at(use), T.parts_v, T), 0)
+    return add_columns(rows.acc, rows.weights, tile_of(mem.wide_v, place_of(mem.values, use, T), T.parts_v, T), 0)
+
+
+@gluon.jit
+def place_of(channel, use, T: gl.constexpr):
+    """Where the tile to be multiplied is: of converted ones there is one place."""
+    if T.converts:
+        return 0
+    else:
+        return channel.at(use)
 
 
 @gluon.jit
 def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
-    """Scores, -inf where a row does not see a key; values that no row sees become 0, for they may be NaN."""
+    """Scores, -inf where a row does not see a key; values that no row sees become 0, as converted ones are: they may be NaN."""
     BLOCK_K: gl.constexpr = T.block_k
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
         row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
@@ -251,8 +344,9 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
         band = (sizes[4], sizes[5])
         keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), band, T)
         score = gl.where(keep, score, float("-inf"))
-        if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
-            blank(mem, use, seat.seen_from - start, seat.seen_to - start, T)
+        if not T.converts:
+            if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
+                blank(mem, use, seat.seen_from - start, seat.seen_to - start, T)
     return score
 
 
@@ -312,21 +406,29 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right,
-                  rest, T: gl.constexpr):  # fmt: skip
+def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left,
+                  right, rest, T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
 
-    Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns. out_ptrs =
-    (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top, total) of parts, as `device/decoding.py` has
-    them. strides of q, out, sink; table = (page_table or None, its strides); rest = (group, batch, scale).
+    Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
+    T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
+    total) of parts, as `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer
+    or None, its strides); rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], k_desc.dtype)
-    q = gl.allocate_shared_memory(k_desc.dtype, [T.parts_k, ROWS, STRIP], QUERIES)
-    k = gl.allocate_shared_memory(k_desc.dtype, [T.pipeline.stages * T.parts_k * T.boxes, 1, 1, T.box, STRIP], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [T.pipeline.stages * T.parts_v * T.boxes, 1, 1, T.box, STRIP], v_desc.layout)
+    KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], KIND)
+    q = gl.allocate_shared_memory(KIND, [T.parts_k, ROWS, STRIP], QUERIES)
+    BOXES: gl.constexpr = T.pipeline.stages * T.boxes
+    k = gl.allocate_shared_memory(k_desc.dtype, [BOXES * T.copied_k, 1, 1, T.box, T.copied_columns_k], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [BOXES * T.copied_v, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
+    wide_k, wide_v = k, v
+    if T.converts:
+        WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_k, STRIP], KIND)
+        wide_k = gl.allocate_shared_memory(KIND, [T.parts_k, T.block_k, STRIP], WIDE)
+        wide_v = gl.allocate_shared_memory(KIND, [T.parts_v, T.block_k, STRIP], WIDE)
     keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
-    mem = Memory(q, k, v, keys, values)
+    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
@@ -334,6 +436,6 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, table, used_ptr, seq
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
     gl.warp_specialize([
-        (consume, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, T)),
+        (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
         (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
     ], [1], [T.pipeline.loader_registers])  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
 from flashtile.kernels.sm90.host import choose_cached as choose
-from flashtile.kernels.sm90.host.choose_cached import STRIP, CachedLaunch, make_cached_tile
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, make_cached_tile
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, LOST
 from flashtile.plan.buffers import cached_buffers
 from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer, Strides
@@ -23,7 +23,7 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
     tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
     chunks = -(-p.group // heads)
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
+    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, choose.PROGRAMS)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
     sums = tile.split > 0 and not tile.direct  # by a launch of its own
@@ -31,11 +31,16 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     sink = Pointer("sink") if p.sink is not None else None
     outputs = tuple(Pointer(b.name) for b in scratch) if sums else (Pointer("out"), Pointer("lse"), sink)
     table = (Pointer("page_table"), Strides("page_table")) if pages.table else (None, (0, 0))
+    scales = tuple(
+        (Pointer(name), Strides(name)) if scaled else (None, (0, 0))
+        for name, scaled in (("k_scale", tile.k_scale), ("v_scale", tile.v_scale))
+    )
     forward = KernelCall(
         decode_hopper, (tiles * shares * p.heads_kv * chunks, 1, 1),
         (
-            Descriptor("k", (1, 1, tile.box, STRIP)), Descriptor("v", (1, 1, tile.box, STRIP)), Pointer("q"), outputs,
-            (Strides("q"), Strides("out"), Strides("sink") if sink else (0,)), table, Pointer("seqused_k"), p.seqlen_q,
+            Descriptor("k", (1, 1, tile.box, tile.copied_columns_k)), Descriptor("v", (1, 1, tile.box, tile.copied_columns_v)),
+            Pointer("q"), outputs,
+            (Strides("q"), Strides("out"), Strides("sink") if sink else (0,)), scales, table, Pointer("seqused_k"), p.seqlen_q,
             p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
             (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
         ),
@@ -45,7 +50,7 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     if sums:
         packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
         plain = replace(tile, parts=1, folds=False)  # the sum is the same kernel, whoever made the parts
-        calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split)))
+        calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split), device))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
         f"{problem.splits} parts of {split} keys" if split else "one pass",

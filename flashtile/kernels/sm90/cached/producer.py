@@ -11,8 +11,8 @@ def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
         pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-        fill(k_desc, mem.k, mem.keys, use, pages, rows, seat.head, T.parts_k, T)
-        fill(v_desc, mem.v, mem.values, use, pages, rows, seat.head, T.parts_v, T)
+        fill(k_desc, mem.k, mem.keys, use, pages, rows, seat.head, T.copied_k, T)
+        fill(v_desc, mem.v, mem.values, use, pages, rows, seat.head, T.copied_v, T)
         use += 1
 
 

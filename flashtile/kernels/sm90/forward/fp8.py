@@ -89,14 +89,19 @@ def add_stored(rows, mem, use, T: gl.constexpr):
     KEYS: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
     PARTS_V: gl.constexpr = T.parts_v
+    ABREAST: gl.constexpr = PARTS_V if COLUMNS == 64 else 1  # pyright: ignore[reportAssignmentType]
     decay = gl.convert_layout(rows.decay, row_layout(COLUMNS))[:, None]
     weights, made = as_operand(rows.weights, COLUMNS), ()
     mem.values.wait(use)
-    for part in gl.static_range(PARTS_V):
-        v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS)
-        start = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS, DEPTH))  # pyright: ignore[reportCallIssue]
-        product = warpgroup_mma(weights, v.permute((1, 0)), start, use_acc=False, is_async=True)
-        product = plain(warpgroup_mma_wait(0, deps=[product]))
-        made = made + (rows.acc[part] * decay + product,)  # noqa: RUF005 (Triton knows no unpacking)
+    for first in gl.static_range(0, PARTS_V, ABREAST):
+        under_way = ()
+        for part in gl.static_range(first, first + ABREAST):
+            v = in_e4m3(part_at(mem.v, mem.values.at(use), part, PARTS_V), COLUMNS, KEYS)
+            start = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS, DEPTH))  # pyright: ignore[reportCallIssue]
+            product = warpgroup_mma(weights, v.permute((1, 0)), start, use_acc=False, is_async=True)
+            under_way = under_way + (product,)  # noqa: RUF005 (Triton knows no unpacking)
+        for part in gl.static_range(ABREAST):
+            product = plain(warpgroup_mma_wait(ABREAST - 1 - part, deps=[under_way[part]]))
+            made = made + (rows.acc[first + part] * decay + product,)  # noqa: RUF005
     mem.values.release(use)
     return made

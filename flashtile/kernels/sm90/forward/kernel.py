@@ -86,7 +86,7 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS
 
 
 @aggregate
-class Memory:
+class ForwardMemory:
     """Shared memory of a block: tiles, and the channels through which they arrive. out has no channel.
 
     Tiles are [places x parts, 1, 1, rows, columns], in the order of `parts`.
@@ -112,7 +112,7 @@ class Memory:
         self.queries, self.keys, self.values, self.biases = queries, keys, values, biases
 
 
-class Rows(NamedTuple):
+class ForwardRows(NamedTuple):
     """State of a warpgroup's 64 queries."""
 
     acc: gl.tensor  # tuple of accumulators: of all columns of v or, of three parts, of the first two and of the last
@@ -220,7 +220,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
 @gluon.jit
 def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
            GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """(Rows, key tiles used, the last of them) behind a Walk's tiles from the second on, all but one that is seen by half."""
+    """(ForwardRows, key tiles used, the last of them) behind a walk's tiles from the second on, all but one seen by half."""
     low = seen.first
     if T.mask.masks_first:
         for n in range(seen.end - 1 - seen.high):
@@ -248,7 +248,7 @@ def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
 
 @gluon.jit
 def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.constexpr, T: gl.constexpr):
-    """(the Rows, all values added; the next turn's Job where that is found here) behind a walk's last tile."""
+    """(the ForwardRows, all values added; the next turn's Job where that is found here) behind a walk's last tile."""
     if T.mask.unseen and T.mask.left and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     if T.stored.fp8:
@@ -263,12 +263,12 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         mem.values.wait(use)
     if not T.stored.fp8:
         acc = settle(acc, mem.values, use, T.pieces)
-    return Rows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
+    return ForwardRows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
 
 
 @gluon.jit
 def enter(use, job, mem, whole, region, GROUP: gl.constexpr, T: gl.constexpr):
-    """(use, Job, Size, Walk, first, indices) of the GROUP-th 64 queries of a Job, past the key tiles before their Walk.
+    """(use, Job, Size, ForwardWalk, first, indices) of the GROUP-th 64 queries of a Job, past the key tiles before their walk.
 
     first: where the block's walk ends, of which theirs may be a part; indices as `visit` has them.
     """
@@ -286,7 +286,7 @@ def enter(use, job, mem, whole, region, GROUP: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def leave(use, seen, first, mem, GROUP: gl.constexpr, T: gl.constexpr):
-    """use, past the key tiles behind a Walk."""
+    """use, past the key tiles behind a walk."""
     if T.schedule.skips and T.mask.left:
         for _ in range(seen.first - first):
             skip(mem, use, GROUP, T)
@@ -368,7 +368,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = lanes_of(top * factor, T)
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
-    return Rows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
+    return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
 
 
 @gluon.jit
@@ -471,7 +471,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return Rows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
+    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 
 @gluon.jit
@@ -548,7 +548,7 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
         bias = gl.allocate_shared_memory(bias_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_K], bias_desc.layout)
         biases = make_channel(GROUPS, 1)
     queries = make_channel(GROUPS, 0 if T.pipeline.staged else 1)
-    mem = Memory(q, k, v, out, bias, job, tickets, again, queries, keys, values, biases)
+    mem = ForwardMemory(q, k, v, out, bias, job, tickets, again, queries, keys, values, biases)
     fence_async_shared()
     await_stream(False)
     size = measure(heads, group, seqlen_q, seqlen_k, left, right, swizzle, q_desc.shape[0], region, T)

@@ -40,7 +40,7 @@ class Job(NamedTuple):
     blocks: Listed  # of nothing where there are no lists
 
 
-class Walk(NamedTuple):
+class ForwardWalk(NamedTuple):
     """Key tiles of a query tile, in tiles: [first, low) and [high, end) need the mask, [low, high) do not; end > first."""
 
     first: gl.tensor
@@ -220,19 +220,19 @@ def walk(row, ROWS: gl.constexpr, size, T: gl.constexpr):
     if T.mask.predicate:  # any tile may be visible in part
         low = first
         high = first
-    return Walk(first, low, high, end)
+    return ForwardWalk(first, low, high, end)
 
 
 @gluon.jit
 def visit(at, size, region, T: gl.constexpr):
-    """(Walk, indices of blocks) of a Job's queries; with lists the Walk counts the tiles that they name, and its first one
+    """(walk, indices of blocks) of a Job's queries; with lists the walk counts the tiles that they name, and its first one
     among those that need the mask.
     """
     if T.mask.blocks_q > 0:
         PER: gl.constexpr = T.mask.blocks_k // T.block_k
         end = gl.maximum(at.blocks.visited * PER, 1)
         indices, _, _ = block_list(region[3], at.item.batch, at.head, at.row // T.mask.blocks_q)
-        return Walk(0, 0, end - gl.maximum(at.blocks.partial * PER, 1), end), indices
+        return ForwardWalk(0, 0, end - gl.maximum(at.blocks.partial * PER, 1), end), indices
     else:
         return walk(at.row, T.block_q, size, T), 0
 
@@ -251,7 +251,7 @@ def tile_at(indices, seen, n, size, T: gl.constexpr):
 @gluon.jit
 def within(visits, end):
     """The same walk without the tiles from `end` on: queries that see nothing visit none that their block does not load."""
-    return Walk(
+    return ForwardWalk(
         gl.minimum(visits.first, end - 1),
         gl.minimum(visits.low, end - 1),
         gl.minimum(visits.high, end - 1),

@@ -51,7 +51,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class BackwardTiling:
     """A tile, and why it is that of its width."""
 
     launch: BackwardLaunch
@@ -61,9 +61,9 @@ class Tiling:
 
 # By the wider head dim of the tile.
 BACKWARD = {
-    64: Tiling(BackwardLaunch(block_q=128, joined=True), "of 64 columns tiles have 128 queries, and roles fewer words"),
-    128: Tiling(BackwardLaunch(stages=3), "of 128 columns there is room for three stages of queries"),
-    256: Tiling(
+    64: BackwardTiling(BackwardLaunch(block_q=128, joined=True), "of 64 columns tiles have 128 queries, and roles fewer words"),
+    128: BackwardTiling(BackwardLaunch(stages=3), "of 128 columns there is room for three stages of queries"),
+    256: BackwardTiling(
         BackwardLaunch(stages=1, stages_dout=1, parted=True),
         "of 256 columns registers have no room for dk and dv: a pass over keys makes each",
     ),

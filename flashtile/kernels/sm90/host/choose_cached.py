@@ -9,11 +9,16 @@ from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow
 from flashtile.problem.cache import CachedProblem
+from flashtile.problem.dtype import DType
 
 STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LOADER_REGISTERS = 40
+# Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
+# 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
+PROGRAMS = 1.9
+WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
 
@@ -60,6 +65,10 @@ class CachedTile(Narrow):
     items: Items
     modifiers: Modifiers
     pipeline: CachedPipeline
+    stored: str = ""  # what 8 bits of the cache hold; "" where it holds numbers of the queries' dtype
+    k_scale: bool = False  # whether an item's head of stored keys has a scale
+    v_scale: bool = False
+    lowers: bool = False  # queries are bf16, and multiplied in fp16
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
 
     @property
@@ -79,10 +88,45 @@ class CachedTile(Narrow):
     def columns_v(self) -> int:
         return self.parts_v * STRIP
 
+    @property
+    def converts(self) -> bool:
+        """Whether tiles of 8 bits become ones of 16."""
+        return self.stored != ""
+
+    @property
+    def places(self) -> int:
+        """Tiles that may wait to be multiplied."""
+        return 1 if self.converts else self.pipeline.stages
+
+    @property
+    def copied_columns_k(self) -> int:
+        """Of a box of keys."""
+        return STRIP * self.parts_k if self.stored else STRIP
+
+    @property
+    def copied_columns_v(self) -> int:
+        return STRIP * self.parts_v if self.stored else STRIP
+
+    @property
+    def copied_k(self) -> int:
+        """Strips that the copy engine brings: bytes of all columns are one."""
+        return 1 if self.stored else self.parts_k
+
+    @property
+    def copied_v(self) -> int:
+        return 1 if self.stored else self.parts_v
+
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
-    """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor."""
+    """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
+    64 KiB, beside 32 of what they become; the others of these are guesses.
+    """
     p = problem.attention
+    if problem.stored is not None:
+        narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+        if narrow:
+            return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None)
+        return CachedLaunch(64, 4), CachedLaunch(32, 6), CachedLaunch(64, 8, None)
     if max(p.head_dim, p.head_dim_v) <= STRIP:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
@@ -97,10 +141,13 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     direct = bool(problem.split) and parts >= problem.splits
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
+    stored = problem.stored
+    kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(launch.stages),
+        *kept,
     )  # fmt: skip
 
 
@@ -110,8 +157,11 @@ def refusals(problem: CachedProblem) -> list[str]:
     reasons: list[str] = []
     if not p.dtype.is_narrow:
         reasons.append(f"dtype is {p.dtype}; supported are fp16 and bf16")
-    if problem.stored is not None:
-        reasons.append(f"the cache stores {problem.stored.dtype}; supported are numbers of the queries' dtype")
+    stored = problem.stored
+    if stored is not None and stored.dtype not in WIDENED:
+        reasons.append(f"the cache stores {stored.dtype}; supported are {', '.join(WIDENED)} and the queries' dtype")
+    if stored is not None and "token" in (stored.k_scale, stored.v_scale):
+        reasons.append("rows of the cache have scales of their own; supported are scales of an item's head, or none")
     if problem.shared:
         reasons.append("values are columns of the keys; supported are keys and values apart")
     if p.lengths.varlen:
@@ -125,10 +175,11 @@ def refusals(problem: CachedProblem) -> list[str]:
         reasons.append(
             f"page_size is {size}; supported are powers of two from {SWIZZLED_ROWS} on, which the copy engine moves as boxes"
         )
+    step = 8 if stored is None else 16
     for name in ("head_dim", "head_dim_v"):
         dim = getattr(p, name)
-        if dim > MAX_HEAD_DIM or dim % 8:
-            reasons.append(f"{name} is {dim}; supported are multiples of 8 up to {MAX_HEAD_DIM}")
+        if dim > MAX_HEAD_DIM or dim % step:
+            reasons.append(f"{name} is {dim}; supported are multiples of {step} up to {MAX_HEAD_DIM}")
     if not problem.addressable:
         reasons.append(
             "the copy engine cannot read the pools where they lie; it needs a dense last axis, and an address and strides of "

@@ -20,7 +20,7 @@ LAB = "an H100, docs/lab/hopper-forward.md"
 
 
 @dataclass(frozen=True)
-class Tiling:
+class ForwardTiling:
     """A tile of problems for which `when` holds, and its price: of several the problem's size decides."""
 
     launch: ForwardLaunch
@@ -56,51 +56,51 @@ FITS_128 = "values are narrower than keys of 192 columns, so that 128 keys fit"
 NO_ROOM = "of 256 columns 64 keys fit, in two stages, and out takes the place of queries"
 APART_ROLES = ForwardLaunch(groups=3, swizzle=1, turns=False, loader_warps=1, apart=True)
 # By the wider head dim, or both.
-FULL: dict[Widths, tuple[Tiling, ...]] = {
+FULL: dict[Widths, tuple[ForwardTiling, ...]] = {
     64: (
-        Tiling(ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45, THREE, is_single),
-        Tiling(ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15, TURNS),
+        ForwardTiling(ForwardLaunch(groups=3, stages=4, swizzle=8, resident=True, loader_warps=1), 1.45, THREE, is_single),
+        ForwardTiling(ForwardLaunch(groups=2, stages=4, swizzle=8, resident=True), 1.15, TURNS),
     ),
     96: (
-        Tiling(replace(APART_ROLES, resident=True), 1.95, APART, is_bare),
-        Tiling(ForwardLaunch(swizzle=1, resident=True), 1.4, TURNS),
+        ForwardTiling(replace(APART_ROLES, resident=True), 1.95, APART, is_bare),
+        ForwardTiling(ForwardLaunch(swizzle=1, resident=True), 1.4, TURNS),
     ),
     128: (
-        Tiling(replace(APART_ROLES, resident=True), 2.29, APART, is_bare),
-        Tiling(ForwardLaunch(swizzle=1, resident=True), 1.6, TURNS),
+        ForwardTiling(replace(APART_ROLES, resident=True), 2.29, APART, is_bare),
+        ForwardTiling(ForwardLaunch(swizzle=1, resident=True), 1.6, TURNS),
     ),
-    192: (Tiling(ForwardLaunch(block_k=64, swizzle=4), 1.2, FITS_64),),
+    192: (ForwardTiling(ForwardLaunch(block_k=64, swizzle=4), 1.2, FITS_64),),
     (192, 128): (
-        Tiling(ForwardLaunch(swizzle=1, resident=True, staged=False), 1.85, FITS_128),
+        ForwardTiling(ForwardLaunch(swizzle=1, resident=True, staged=False), 1.85, FITS_128),
     ),
     256: (
-        Tiling(
+        ForwardTiling(
             ForwardLaunch(block_k=64, swizzle=1, resident=True, staged=False, turns=False), 1.5,
             NO_ROOM,
         ),
     ),
 }  # fmt: skip
-CAUSAL: dict[Widths, tuple[Tiling, ...]] = {
+CAUSAL: dict[Widths, tuple[ForwardTiling, ...]] = {
     64: (
-        Tiling(ForwardLaunch(groups=3, resident=True, loader_warps=1), 1.45, THREE, is_single),
-        Tiling(ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15, TURNS),
+        ForwardTiling(ForwardLaunch(groups=3, resident=True, loader_warps=1), 1.45, THREE, is_single),
+        ForwardTiling(ForwardLaunch(groups=2, resident=True, loader_warps=1), 1.15, TURNS),
     ),
     96: (
-        Tiling(ForwardLaunch(resident=True), 1.4, TURNS),
-        Tiling(replace(APART_ROLES, swizzle=2), 1.95, APART, is_bare),
+        ForwardTiling(ForwardLaunch(resident=True), 1.4, TURNS),
+        ForwardTiling(replace(APART_ROLES, swizzle=2), 1.95, APART, is_bare),
     ),
-    128: (Tiling(ForwardLaunch(resident=True), 1.6, TURNS),),
-    192: (Tiling(ForwardLaunch(block_k=64), 1.2, FITS_64),),
+    128: (ForwardTiling(ForwardLaunch(resident=True), 1.6, TURNS),),
+    192: (ForwardTiling(ForwardLaunch(block_k=64), 1.2, FITS_64),),
     (192, 128): (
-        Tiling(ForwardLaunch(resident=True, staged=False), 1.95, FITS_128),
+        ForwardTiling(ForwardLaunch(resident=True, staged=False), 1.95, FITS_128),
     ),
     256: (
-        Tiling(ForwardLaunch(block_k=64, staged=False), 1.5, NO_ROOM),
+        ForwardTiling(ForwardLaunch(block_k=64, staged=False), 1.5, NO_ROOM),
     ),
 }  # fmt: skip
 # Of the pass over queries that makes dq: three products a key tile. Of 96 and 192 columns the matrix unit's share, and a third.
-QUERIES: dict[int, Tiling] = {
-    width: Tiling(
+QUERIES: dict[int, ForwardTiling] = {
+    width: ForwardTiling(
         ForwardLaunch(block_k=keys, stages=stages, resident=True, turns=False, staged=False, loader_warps=1), key_us,
         f"dq's pass over queries, of {width} columns, has stages of {keys} keys: {stages}",
     )
@@ -111,24 +111,27 @@ QUERIES: dict[int, Tiling] = {
 STORED = "of bytes, whose products are begun anew for every key tile: three warpgroups fill each other's gaps"
 STORED_WIDE = "of bytes and 256 columns two warpgroups have registers for accumulators, and each half's product beside them"
 STORED_SHAPED = "of bytes, with modifiers, which three warpgroups have no registers for"
-UNTIMED = "not timed yet: priced at half of what 16 bits take"
+TIMED = "an H200, 2026-11-29: 1 x 16384, full"
 # Of q, k and v in e4m3, by the wider head dim.
-FP8: dict[int, tuple[Tiling, ...]] = {
+FP8: dict[int, tuple[ForwardTiling, ...]] = {
     width: (
-        Tiling(replace(APART_ROLES, stages=stages, resident=True), key_us, STORED, lambda p: not p.score, UNTIMED),
-        Tiling(
+        ForwardTiling(replace(APART_ROLES, stages=stages, resident=True), key_us, STORED, lambda p: not p.score, TIMED),
+        ForwardTiling(
             replace(APART_ROLES, groups=2, stages=stages, resident=True), key_us * 0.7, STORED_SHAPED, lambda p: bool(p.score),
-            UNTIMED,
+            TIMED,
         ),
     )
-    for width, stages, key_us in ((64, 4, 1.0), (128, 4, 1.2))
-} | {256: (Tiling(replace(APART_ROLES, groups=2, resident=True), 1.6, STORED_WIDE, measured=UNTIMED),)}  # fmt: skip
+    for width, stages, key_us in ((64, 4, 1.42), (128, 4, 1.65))
+} | {256: (ForwardTiling(replace(APART_ROLES, groups=2, resident=True), 1.73, STORED_WIDE, measured=TIMED),)}  # fmt: skip
 TILE_US = 1.0  # a query tile's start and end in a resident block
 BLOCK_US = 3.5  # the same where every tile has a block of its own
 # Keys and values that heads computed together may have: above, the L2 cache (two halves of 25 MB) loses them, unless all of
 # them are no more than twice that. Lists of 1 x 8192 at 80 %, 3, 4, 5, 6, 8 heads of 4 MiB: 0.176, 0.173, 0.178, 0.175,
 # 0.179 ms; causal 2 x 8192 with 16 and 32 MiB: 0.733, 0.770; 1 x 4096 with 16 and, all of it, 32: 0.108, 0.101 (an H100).
 TOGETHER_BYTES = 16 << 20
+# What all heads of e4m3 may have, of 128 columns. An H200, 2026-11-29: causal 1 x 16384, 16 heads of 4 MiB, all of them at once
+# 1.095 ms, by four 1.232, and by four where every tile has a block of its own 1.138.
+TOGETHER_FP8_BYTES = 64 << 20
 EVEN = 1.02  # the busiest block's share that is even enough: fewer heads together are kinder to the cache
 FILLED = 0.9  # of the blocks have a tile of the heads that go together with lists
 LISTED_TILES = 12  # key tiles of a list on average, half as many to half as many again: as good a guess as any
@@ -205,7 +208,7 @@ UNEVEN = Order(
 )
 
 
-def _cheapest(p: AttentionProblem, tiles: tuple[Tiling, ...], blocks: int) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+def _cheapest(p: AttentionProblem, tiles: tuple[ForwardTiling, ...], blocks: int) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
     """The tile and its schedule that take the least time, played through."""
     schedules = _causal if is_causal(p) else _full
     timed = [(us, launch, tiling) for tiling in tiles for us, launch in schedules(p, tiling.launch, tiling.key_us, blocks)]
@@ -215,7 +218,7 @@ def _cheapest(p: AttentionProblem, tiles: tuple[Tiling, ...], blocks: int) -> tu
     return launch, (tiling, Order(f"the cheapest of {len(timed)} ways to share tiles: {us:.4g} us on {blocks} blocks", PRICED))
 
 
-def tilings(p: AttentionProblem) -> tuple[tuple[Tiling, ...], tuple[Tiling, ...]]:
+def tilings(p: AttentionProblem) -> tuple[tuple[ForwardTiling, ...], tuple[ForwardTiling, ...]]:
     """The tiles that its head dims and features allow: where `is_causal` does not hold, and where it does."""
     if p.multiplies_fp8:
         found = tuple(tiling for tiling in FP8[_width(p)] if tiling.when(p))
@@ -250,7 +253,8 @@ def _together(p: AttentionProblem) -> int:
     """As many heads as the L2 cache has room for."""
     size = 1 if p.multiplies_fp8 else p.dtype.size_bytes
     head_bytes, heads = p.seqlen_k * (p.head_dim + p.head_dim_v) * size // p.group, p.batch * p.heads_q
-    return heads if heads * head_bytes <= 2 * TOGETHER_BYTES else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
+    whole = TOGETHER_FP8_BYTES if p.multiplies_fp8 and _width(p) == 128 else 2 * TOGETHER_BYTES
+    return heads if heads * head_bytes <= whole else max(min(heads, TOGETHER_BYTES // head_bytes), 1)
 
 
 def _listed(p: AttentionProblem, launch: ForwardLaunch, key_us: float, blocks: int) -> ForwardLaunch:

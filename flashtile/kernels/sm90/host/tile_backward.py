@@ -32,6 +32,7 @@ class BackwardLaunch:
     joined: bool = False  # fewer words between roles: queries and their dout, of as many stages, share theirs
     converts: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
     interleaves: bool = False  # a tile of grouped heads walks queries once, all heads of its group at each place
+    narrow: bool = False  # of 128 columns, products leave out the last quarter where no head dim reaches it
 
     @property
     def block_k(self) -> int:
@@ -45,7 +46,7 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}", *[f"pieces={self.pieces}"] * (self.pieces > 1)]
-        words += [w for w in ("parted", "helps", "joined", "converts", "interleaves") if getattr(self, w)]
+        words += [w for w in ("parted", "helps", "joined", "converts", "interleaves", "narrow") if getattr(self, w)]
         return " ".join(words)
 
 
@@ -74,6 +75,7 @@ class BackwardModifiers(Modifiers):
     late: bool  # the others add to products that are done, not to what these start from
     folds: bool  # the matrix unit adds delta (docs/lab/hopper-backward.md, 18 and 19)
     folds_level: bool  # and level; a curve is taken of the scores without it
+    spares: bool  # a key that has all the weight of a row gets no gradient by its score: see `spared`
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class BackwardSchedule:
 
     deterministic: bool  # shares of dq are added in one order ("Deterministic")
     swizzle: int  # heads that go together, for the L2 cache
-    last_first: bool  # the last key tile starts first: see `Walk.turn` and `split_tiles`; otherwise the longest does
+    last_first: bool  # the last key tile starts first: see `BackwardWalk.turn` and `split_tiles`; otherwise the longest does
     resident: bool  # as many blocks as SMs, which take one tile after another
     helps: bool  # blocks of short tiles take the last steps of long ones: see `split_tiles` ("One wave")
     pieces: int  # in which long tiles are taken, where any are: see `split_tiles` ("Long lists in pieces")
@@ -138,6 +140,7 @@ class BackwardTile(Narrow):
     columns: int  # head_dim, padded to what a tile can have
     columns_v: int
     group: int  # query heads per key/value head
+    narrow: bool  # products of 128 columns leave out a quarter that is padding, as those of parted ones do (43)
     mask: BackwardMask
     items: Items
     modifiers: BackwardModifiers
@@ -258,28 +261,38 @@ class BackwardTile(Narrow):
         return self.columns // 2 if self.block_q == 64 else self.columns
 
     @property
+    def columns_added(self) -> int:
+        """Columns of dq that are added to the sum at a time, and read of it."""
+        return self.columns_dq // 2 if self.cut and self.outputs.copies_dq else self.columns_dq
+
+    @property
     def cut(self) -> bool:
         """Whether a quarter of the columns of queries and keys is padding, which products leave out."""
-        return self.outputs.parted and 4 * self.head_dim <= 3 * self.columns
+        return (self.outputs.parted or self.narrow) and 4 * self.head_dim <= 3 * self.columns
 
     @property
     def cut_v(self) -> bool:
-        """The same of values, for products of their rows."""
-        return self.outputs.parted and 4 * self.head_dim_v <= 3 * self.columns_v
+        """The same of values; where T.outputs.parted for products of their rows alone."""
+        return (self.outputs.parted or self.narrow) and 4 * self.head_dim_v <= 3 * self.columns_v
+
+    @property
+    def pieces_v(self) -> bool:
+        """Whether dv, too, is in two pieces."""
+        return self.cut_v and not self.outputs.parted
 
     @property
     def columns_stored(self) -> int:
         """Columns of dk that are stored at a time."""
         if self.outputs.wide_keys:
             return 32  # the copy engine's row of float32; it stores none
-        return self.columns // (4 if self.cut else 2) if self.outputs.parted else self.columns
+        return self.columns // (4 if self.cut else 2 if self.outputs.parted else 1)
 
     @property
     def columns_v_stored(self) -> int:
         """Columns of dv that are stored at a time."""
         if self.outputs.wide_keys:
             return 32
-        return self.columns_v // 2 if self.outputs.parted else self.columns_v
+        return self.columns_v // (4 if self.pieces_v else 2 if self.outputs.parted else 1)
 
     @property
     def counts(self) -> int:
@@ -319,10 +332,17 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         columns=columns_of(p.head_dim),
         columns_v=columns_of(p.head_dim_v),
         group=p.group,
+        narrow=launch.narrow and narrows(p, launch),
         mask=BackwardMask.of(p, p.lengths.ragged or p.seqlen_k % launch.block_k != 0, blanks=unseen(p)),
         items=Items.of(p),
         modifiers=BackwardModifiers.of(
-            p, form, early=brought, late=loads(p, form, brought), folds=folds, folds_level=folds and not form.curved
+            p,
+            form,
+            early=brought,
+            late=loads(p, form, brought),
+            folds=folds,
+            folds_level=folds and not form.curved,
+            spares=p.dropout is not None,
         ),
         outputs=Outputs(dv=not launch.parted, dq=not split, ds=stored(p) is not None, pairs_ds=paired(p) and launch.resident),
         schedule=BackwardSchedule(
@@ -343,6 +363,12 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
             converts=launch.converts,
         ),
     )
+
+
+def narrows(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
+    """Whether a tile may be `narrow`: of 128 columns, whose sums nobody gives away in pieces."""
+    both = columns_of(problem.head_dim), columns_of(problem.head_dim_v)
+    return both == (128, 128) and not launch.helps and launch.pieces == 1
 
 
 def loads(problem: AttentionProblem, form: Form, brought: int) -> bool:

@@ -255,9 +255,12 @@ def key_parts(p: AttentionProblem) -> tuple[int, int]:
 
 
 def value_parts(p: AttentionProblem) -> tuple[int, int]:
-    """`cut` of head_dim_v; of bytes parts of 128 columns, whose products there is room for beside all accumulators."""
+    """`cut` of head_dim_v; of bytes two parts, of 128 columns at most, whose products have room beside all accumulators.
+
+    Of 64 columns a part, both products are under way at once, and the first is added up meanwhile.
+    """
     columns = columns_of(p.head_dim_v)
-    return (min(columns, 128), -(-columns // 128)) if p.multiplies_fp8 else cut(p.head_dim_v)
+    return (max(columns // 2, 64), min(columns // 64, 2)) if p.multiplies_fp8 else cut(p.head_dim_v)
 
 
 def forward_form(p: AttentionProblem) -> Form:
