@@ -38,12 +38,12 @@ FILES = {  # file -> what its rows are
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
-    "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: `benchmarks/derivatives.py`; "
-    "of 16,384 tokens before tiles of 64 columns were chosen by time and rows were loaded at once.",
+    "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: "
+    "`benchmarks/derivatives.py`; of 16,384 tokens before tiles of 64 columns were chosen by time and rows loaded at once.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two.",
-    "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this build's time over the "
-    "other's; `spread`: how far the other's rounds lie apart. `costs-exact-delta`: with `Options(delta=\"exact\")` beside none.",
+    "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
+    "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what must be known of its rows

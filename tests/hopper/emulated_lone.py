@@ -1,10 +1,10 @@
-"""Runs Hopper's causal backward beside dropout in the emulator, and prints as JSON 0.0 for dq where exactly the queries that see
-one key get none, and for dk where keys that such a query alone sees get none; else infinity.
+"""Runs Hopper's causal backward beside dropout in the emulator. Prints as JSON 0.0 for dq where exactly queries that see one
+key get none, and for dk where exactly the keys that such a query alone sees get none; else infinity.
 
 python -m tests.hopper.emulated_lone CASE ...
 
-A case is JSON: {"lengths": of parts of 200 tokens, "parts": "items" or "documents", "head_dim": of all, "backward": its variant,
-"softcap": its cap, or none}.
+A case is JSON: {"lengths": of parts, "parts": "items" or "documents", "head_dim": of all, "backward": its variant, "softcap":
+its cap, or none}.
 """
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
     or None, its strides); rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
-    KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype
+    KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype  # pyright: ignore[reportAssignmentType]
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], KIND)
     q = gl.allocate_shared_memory(KIND, [T.parts_k, ROWS, STRIP], QUERIES)
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
