@@ -90,8 +90,8 @@ SHARED_ADDRESS = Workaround(
 )
 CARRIED_BOUND = Workaround(
     fault="of what a loop carries for the bounds of another one alone the first value is kept",
-    releases="Triton 3.6.0",
-    targets="in Gluon kernels",
+    releases="Triton 3.6.0 to 3.7.1",
+    targets="in Triton and Gluon kernels",
     instead="the producer of the backward counts from 0",
     at="kernels/sm90/backward/producer.py",
 )

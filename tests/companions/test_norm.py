@@ -86,6 +86,16 @@ def test_a_large_mean_costs_nothing(backend: str, place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_a_bias_grow_with_its_rows(backend: str, dtype: torch.dtype, place: torch.device) -> None:
+    """A sum in bfloat16 would stop at 256, as torch's own does on a CPU; 600 is a bfloat16 number."""
+    x = torch.randn(600, 8, dtype=torch.bfloat16, device=place)
+    weight, bias = (torch.ones(8, dtype=dtype, device=place, requires_grad=True) for _ in range(2))
+    ops.layer_norm(x, weight, bias, backend=backend).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, 600.0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool, place: torch.device) -> None:
     """One graph, whatever the sizes; the same bits as eager."""
