@@ -155,9 +155,6 @@ class ToHeads:
         if not self.lies:
             for (rank, rows), run in _places(self.context, self.rows.shape[1]):
                 self.rows[:, run] = self.received[rank, :, rows]
-        if self.rows.is_cuda:  # this may be another stream than that on which they were made
-            for tensor in (self.sent, self.received, self.rows):
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         whole = self.whole
         del self.sent, self.received, self.rows, self.whole
         return whole

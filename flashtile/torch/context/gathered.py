@@ -13,7 +13,6 @@ from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
 from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, OfKeys, Returning, wider
 from flashtile.torch.context.context import Context, head_groups
-from flashtile.torch.context.lanes import Lanes
 from flashtile.torch.context.layout import Fetched, fetched
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
@@ -109,7 +108,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, placed: list[Placed], coming: list[Any], returning: Any, return_lse: bool, q: Any, k: Any, v: Any,
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
-        out, lse, lanes = None, None, Lanes(q.device)
+        out, lse = None, None
         if len(placed) > 1:
             out = q.new_empty((*q.shape[:3], v.shape[3]))
         if len(placed) > 1 and return_lse:
@@ -119,22 +118,18 @@ class _Gathered(torch.autograd.Function):
         ctx.counts = list[int]()
         for p in placed:
             if p.group == len(wholes):
-                lanes.join()
                 wholes.append(coming[p.group].arrived())
-                lanes = Lanes(q.device)
-            with lanes.turn():
-                keys = _widened(wholes[-1][:, p.part.keys])
-                made = p.call.forward((_widened(p.of(q)), *_split(keys, k.shape[3])), others[p.others])
-                del keys
-                if out is None:
-                    out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
-                else:
-                    p.of(out).copy_(made[0])
-                    if lse is not None:
-                        p.of_rows(lse).copy_(made[1])
+            keys = _widened(wholes[-1][:, p.part.keys])
+            made = p.call.forward((_widened(p.of(q)), *_split(keys, k.shape[3])), others[p.others])
+            del keys
+            if out is None:
+                out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
+            else:
+                p.of(out).copy_(made[0])
+                if lse is not None:
+                    p.of_rows(lse).copy_(made[1])
             kept += made[1:]  # of out the whole is kept
             ctx.counts.append(len(made) - 1)
-        lanes.join()
         ctx.placed, ctx.returning, ctx.count, ctx.end = placed, returning, len(wholes), 2 + len(wholes) + len(others)
         ctx.kinds = [(t.shape, t.dtype) for t in (k, v)]
         ctx.save_for_backward(q, out, *wholes, *others, *kept)
@@ -153,7 +148,7 @@ class _Gathered(torch.autograd.Function):
             dq = torch.empty_like(q) if q_wanted else None
             dk, dv = (torch.empty(shape, dtype=dtype, device=q.device) if keys_wanted else None for shape, dtype in ctx.kinds)
             for group in reversed(range(ctx.count)):
-                parts, lanes = list[OfKeys](), Lanes(q.device)
+                parts = list[OfKeys]()
                 for p, some in zip(ctx.placed, kept, strict=True):
                     if p.group != group:
                         continue
@@ -161,14 +156,12 @@ class _Gathered(torch.autograd.Function):
                     there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
                     above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                     needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
-                    with lanes.turn():
-                        found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
-                        if dq is not None:
-                            p.of(dq).copy_(found)
+                    found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
+                    if dq is not None:
+                        p.of(dq).copy_(found)
                     parts.append((p.part.keys, of_keys[0], of_keys[1]))
                     of_other[p.others] = of_keys[2:]
                     del keys, there, above, found, of_keys
-                lanes.join()
                 if not keys_wanted:
                     continue
                 returning.begin(group, parts)

@@ -9,7 +9,6 @@ import torch
 
 from flashtile.torch.context.collectives import WHAT, ToHeads, ToTokens
 from flashtile.torch.context.context import Context, head_groups
-from flashtile.torch.context.lanes import Lanes
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import prepared
@@ -50,18 +49,15 @@ class _Heads(torch.autograd.Function):
         ctx: Any, calls: list[Any], coming: list[list[ToHeads]], context: Context, return_lse: bool, q: Any, k: Any, v: Any,
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
-        lanes = Lanes(q.device)
         groups, saved, leaving = len(calls), list[torch.Tensor](), list[list[ToTokens]]()
         ctx.counts = list[int]()
         for group, (call, at) in enumerate(calls):
-            with lanes.turn():
-                whole = [t for exchange in coming[group] for t in exchange.arrived()]
-                made = call.forward(tuple(whole), others[at])
-                results = [made[0], made[1].transpose(1, 2)[..., None]] if return_lse else made[:1]
-                leaving.append([ToTokens([t], context, group, groups) for t in results])
+            whole = [t for exchange in coming[group] for t in exchange.arrived()]
+            made = call.forward(tuple(whole), others[at])
+            results = [made[0], made[1].transpose(1, 2)[..., None]] if return_lse else made[:1]
+            leaving.append([ToTokens([t], context, group, groups) for t in results])
             saved += [*whole, *others[at], *made]
             ctx.counts.append(3 + len(others[at]) + len(made))
-        lanes.join()
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         wholes = [out]
         if return_lse:
@@ -83,17 +79,14 @@ class _Heads(torch.autograd.Function):
         with torch.no_grad():
             given = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
             coming = [[t if t is None else ToHeads([t], context, group, groups) for t in given] for group in range(groups)]
-            lanes = Lanes(saved[0].device)
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
-                with lanes.turn():
-                    above, *of_lse = [None if t is None else t.arrived()[0] for t in coming[group]]
-                    down_lse = next((t[..., 0].transpose(1, 2) for t in of_lse if t is not None), None)
-                    found = call.gradients(there, above, down_lse, (*wanted, *of_others[at]))
-                    leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
+                above, *of_lse = [None if t is None else t.arrived()[0] for t in coming[group]]
+                down_lse = next((t[..., 0].transpose(1, 2) for t in of_lse if t is not None), None)
+                found = call.gradients(there, above, down_lse, (*wanted, *of_others[at]))
+                leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
                 del above, of_lse, down_lse, found, there
-            lanes.join()
             made = [
                 torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
                 for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
