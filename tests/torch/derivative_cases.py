@@ -62,7 +62,7 @@ class Drawn:
             self.lengths = {}
             shapes = ((batch, n, heads * group, d), (batch, m, heads, d), (batch, m, heads, d))
         self.inputs = [self.normal(s) for s in shapes]
-        self.inputs[0] *= draw.choice((1.0, 1.0, 3.0))
+        self.inputs[0] = (self.inputs[0] * draw.choice((1.0, 1.0, 3.0))).to(self.dtype).double()  # 3 q is rounded, too
         self.moved = [self.normal(s) for s in shapes]
         self.upstream = self.normal(shapes[0])
         self.weights = self.normal((*shapes[0][:-3], shapes[0][-2], shapes[0][-3]))
