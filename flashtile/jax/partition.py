@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flashtile.jax.arrays import JAX_DTYPES
 from flashtile.jax.run import run
 from flashtile.jax.step import Along, Backward, Forward
-from flashtile.jax.symbolic import resized
+from flashtile.jax.symbolic import resized, symbols
 from flashtile.plan.buffers import place_of
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.lengths import Lengths
@@ -111,9 +111,11 @@ def cuts_nothing(p: AttentionProblem) -> bool:
 
 def cuts_queries(step: Step) -> bool:
     """Whether a device may have some of the queries, by positions alone: no query sees beyond the last key that a device is
-    told of, or none asks where it stands.
+    told of, or none asks where it stands. Of sizes that are not known nothing can be said.
     """
     p = step.problem
+    if symbols((p.seqlen_q, p.seqlen_k)):
+        return False
     if isinstance(step, Along) or cuts_nothing(p) or p.lengths.ragged or p.deterministic:
         return False
     known = {"softcap", "bias"} | ({"alibi"} if p.mask != FULL else set[str]())

@@ -278,8 +278,8 @@ def test_installed() -> None:
         assert merge_states is fi.merge_states
         assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is fi.BatchDecodeWithPagedKVCacheWrapper
         assert flashinfer.__version__ == "0.7.4"
-        with pytest.raises(AttributeError, match="BatchMLAPagedAttentionWrapper"):
-            _ = flashinfer.BatchMLAPagedAttentionWrapper
+        with pytest.raises(AttributeError, match="PODWithPagedKVCacheWrapper"):
+            _ = flashinfer.PODWithPagedKVCacheWrapper
     finally:
         flashtile.compat.uninstall("flashinfer")
 

@@ -193,10 +193,10 @@ def parts_of(problem: CachedProblem, programs: int, device: Device, least: float
 
     programs: those that there were for one part; least: PROGRAMS unless it is said. Results are the same bits whatever it is.
     """
-    least = PROGRAMS if least is None else least
+    tenths = round(10 * (PROGRAMS if least is None else least))  # whole numbers: exported C compares in them
     parts, keys = 1, problem.split
     if problem.split and problem.attention.dtype is not DType.FP32:
-        while 2 * parts * keys <= PROGRAM_KEYS and programs * problem.splits >= 2 * least * parts * device.sm_count:
+        while 2 * parts * keys <= PROGRAM_KEYS and 5 * programs * problem.splits >= tenths * parts * device.sm_count:
             parts *= 2
     return parts
 
