@@ -227,7 +227,7 @@ def plan_entropy(p: AttentionProblem, device: Device, direction: Direction) -> P
     schedules, calls, buffers = Schedules(p), list[KernelCall](), list(entropy_buffers(p, direction))
     launches = {which: choose_light(p, device, which) for which in (ROWS, KEYS)}
     if p.score and p.dtype is not DType.FP32:  # 128 rows of 64 columns by four warps spill 2.4 KB (sm90), by eight 0.2
-        launches[ROWS] = replace(launches[ROWS], warps=max(launches[ROWS].warps, 8))
+        launches[ROWS] = replace(launches[ROWS], num_warps=max(launches[ROWS].num_warps, 8))
     wanted, sink = {n: f"d{n}" if n in direction.wanted else None for n in "qk"}, None if p.sink is None else "sink"
     sunk = p.sink is not None and p.sink.grad
     inputs, strides = (
