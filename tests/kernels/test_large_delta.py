@@ -104,7 +104,8 @@ def test_a_large_mean_of_values_rounds_neither_out_nor_what_is_made_of_it(
     judge(case, result, truth, plain)
     errors = {name: measure(name, case, result[name], truth[name], plain[name]) for name in ("out", "dq")}
     assert errors["out"].largest <= 0.5 * errors["out"].plain_largest
-    assert errors["dq"].largest <= FACTOR * errors["dq"].plain_largest  # processors sum plain ones in orders of their own
+    least = FACTOR if case.name == "mean-cut" else 1.0  # of 20 rows; processors sum plain ones in orders of their own
+    assert errors["dq"].largest <= least * errors["dq"].plain_largest
 
 
 def test_nothing_that_is_hidden_decides_what_is_taken_off_the_values(
