@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import options, refuse
-from flashtile.compat.flashinfer_pages import ints
+from flashtile.compat.flashinfer_pages import ints, table_of
 from flashtile.compat.flashinfer_states import lse_of, put
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.problem.number import plain, told
@@ -56,7 +56,7 @@ class BatchMLAPagedAttentionWrapper:
             if tensor.shape[0] != requests + 1:
                 raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and kv_len_arr {requests}; it must have one more.")
         check_starts("kv_indptr", begins.cpu(), indices.shape[0])
-        count = begins[1:] - begins[:-1]
+        table, count = table_of(begins, indices, None)
         short = lengths > count * page_size
         if bool(short.any()):
             request = int(short.nonzero()[0, 0])
@@ -64,11 +64,6 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_len_arr[{request}] is {int(lengths[request])} and the request has {int(count[request])} pages of "
                 f"{page_size} rows; they must hold its keys."
             )
-        columns = max(int(count.max()), 1) if requests else 1
-        column = torch.arange(columns, dtype=torch.int32, device=device)
-        place = (begins[:-1, None] + column).clamp(0, max(indices.shape[0] - 1, 0)).long()
-        pages = indices[place] if indices.shape[0] else torch.full_like(place, -1, dtype=torch.int32)
-        table = pages.where(column < count[:, None], -1)
         how = dict(causal=bool(causal), scale=sm_scale, options=options())
         self._planned = (starts, table, lengths, {**sizes, "how": how})
 

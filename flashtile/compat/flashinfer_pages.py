@@ -57,13 +57,7 @@ class Tables:
             raise InvalidProblem(
                 f"indptr has {requests + 1} elements and last_page_len {last.shape[0]}; it must have one more."
             )
-        count = indptr[1:] - indptr[:-1]
-        if columns is None:
-            columns = max(int(count.max()), 1) if requests else 1
-        column = torch.arange(columns, dtype=torch.int32, device=device)
-        place = (indptr[:-1, None] + column).clamp(0, max(indices.shape[0] - 1, 0)).long()
-        pages = indices[place] if indices.shape[0] else torch.full_like(place, -1, dtype=torch.int32)
-        table = pages.where(column < count[:, None], -1)
+        table, count = table_of(indptr, indices, columns)
         return cls(table, torch.where(count > 0, (count - 1) * page_size + last, 0))
 
     def copy_(self, other: Tables) -> Tables:
@@ -76,6 +70,20 @@ class Tables:
         self.table.copy_(other.table)
         self.used.copy_(other.used)
         return self
+
+
+def table_of(indptr: torch.Tensor, indices: torch.Tensor, columns: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(table int32 (requests, columns), -1 behind a request's last page; how many pages each request has).
+
+    Of a list of pages and where each request's begin. columns: None for the longest request's, which the host waits for.
+    """
+    count = indptr[1:] - indptr[:-1]
+    if columns is None:
+        columns = max(int(count.max()), 1) if count.shape[0] else 1
+    column = torch.arange(columns, dtype=torch.int32, device=indptr.device)
+    place = (indptr[:-1, None] + column).clamp(0, max(indices.shape[0] - 1, 0)).long()
+    pages = indices[place] if indices.shape[0] else torch.full_like(place, -1, dtype=torch.int32)
+    return pages.where(column < count[:, None], -1), count
 
 
 def ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -106,19 +107,21 @@ def counted() -> Generator[list[int]]:
         yield sent
 
 
+def noting(log: list[str], home: Any, name: str, word: Callable[..., str]) -> Any:
+    """While it is entered, calls of home's function are written into the log, in a word made of their arguments."""
+    plain = getattr(home, name)
+
+    def note(*args: Any, **named: Any) -> Any:
+        log.append(word(*args))
+        return plain(*args, **named)
+
+    return patch.object(home, name, note)
+
+
 def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
     """The same bits as at once; all groups' keys are sent first, and a group's gradients before those of the next are made."""
     log: list[str] = []
-
-    def noted(home: Any, name: str, word: Callable[..., str]) -> Any:
-        plain = getattr(home, name)
-
-        def note(*args: Any, **named: Any) -> Any:
-            log.append(word(*args))
-            return plain(*args, **named)
-
-        return patch.object(home, name, note)
-
+    noted = partial(noting, log)
     notes = (
         noted(Gathering, "__init__", lambda *_: "begin"), noted(Gathering, "arrived", lambda *_: "here"),
         noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
@@ -175,15 +178,11 @@ def in_groups(groups: int) -> Generator[None]:
 def heads_by_groups_are_under_way_while_others_are_computed() -> None:
     """The same bits as at once, in every layout; a group's results leave before the next is computed."""
     log: list[str] = []
-
-    def noted(home: Any, name: str, word: str) -> Any:
-        plain = getattr(home, name)
-        return patch.object(home, name, lambda *args, **named: (log.append(word), plain(*args, **named))[1])
-
+    noted = partial(noting, log)
     notes = (
-        noted(ToHeads, "__init__", "begin"), noted(ToHeads, "arrived", "here"), noted(ToTokens, "__init__", "leave"),
-        noted(ToTokens, "arrived", "there"), noted(PreparedCall, "forward", "attend"),
-        noted(PreparedCall, "gradients", "differentiate"),
+        noted(ToHeads, "__init__", lambda *_: "begin"), noted(ToHeads, "arrived", lambda *_: "here"),
+        noted(ToTokens, "__init__", lambda *_: "leave"), noted(ToTokens, "arrived", lambda *_: "there"),
+        noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
     )  # fmt: skip
     d = data(torch.bfloat16, 8)
     for layout in ("contiguous", "zigzag", "striped"):
