@@ -158,6 +158,18 @@ def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
 
 
+def test_every_cell_of_two_builds_can_be_called(monkeypatch) -> None:
+    """With few rows and heads: a cell that no call takes would stop all others beside it."""
+    worker = importlib.import_module("benchmarks.build_worker")
+    small = {name: (1, min(seqlen, 24), 2, 16, how) for name, (_, seqlen, _, _, how) in worker.SHAPES.items()}
+    monkeypatch.setattr(worker, "SHAPES", small)
+    monkeypatch.setattr(worker, "lengths", lambda count: [9, 14])
+    monkeypatch.setattr(worker, "DEVICE", CPU_PLACE)
+    for name, (_, _, _, _, how) in small.items():
+        if how.get("backend") != "triton":  # which runs on a GPU, or interpreted
+            assert all(torch.isfinite(gradient).all() for gradient in worker.calls(name)["both"]()), name
+
+
 def test_builds_that_make_other_tensors_are_not_timed() -> None:
     """A gradient of another size, of another sign, that is NaN, that is not there: each is named."""
     compare = importlib.import_module("benchmarks.builds").compare
