@@ -158,6 +158,18 @@ def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
 
 
+def test_every_cell_of_two_builds_is_a_call(monkeypatch) -> None:
+    """Of few tokens, in the interpreter: their names are those that the library takes."""
+    worker = importlib.import_module("benchmarks.build_worker")
+    monkeypatch.setattr(worker, "lengths", lambda count: [5, 9][:count])
+    monkeypatch.setattr(worker, "DEVICE", torch.device("cpu"))
+    kinds = {str((not shape[1], shape[4])): name for name, shape in worker.SHAPES.items()}
+    for name in kinds.values():
+        _, seqlen, _, _, how = worker.SHAPES[name]
+        monkeypatch.setitem(worker.SHAPES, name, (2, min(seqlen, 16), 2, 16, how))
+        assert all(abs(number) < float("inf") for number in worker.answer(worker.calls(name)["both"]()))
+
+
 def test_builds_that_make_other_tensors_are_not_timed() -> None:
     """A gradient of another size, of another sign, that is NaN, that is not there: each is named."""
     compare = importlib.import_module("benchmarks.builds").compare
