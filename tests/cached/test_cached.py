@@ -167,13 +167,16 @@ def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-def test_the_shape_of_the_sums_programs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+@pytest.mark.parametrize("split", [256, 512])
+def test_the_shape_of_the_sums_programs_changes_no_bit(
+    split: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """Of the launch that adds parts up: sums side by side, or fewer columns, where multiprocessors are idle."""
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(2, 3000, 1, 64, generator=generator).half().to(device) for _ in "kv")
     used = torch.tensor([3000, 1400], dtype=torch.int32, device=device)
     q = torch.randn(2, 1, 4, 64, generator=generator).half().to(device)
-    how: dict[str, Any] = dict(seqused_k=used, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    how: dict[str, Any] = dict(seqused_k=used, split=split, return_lse=True, options=flashtile.Options(backend="triton"))
     made: list[tuple[torch.Tensor, ...]] = []
     calls: list[Any] = []
     plain = decoding.combine_call

@@ -247,7 +247,8 @@ def abreast_of(problem: CachedProblem, together: int, tile: Any, device: Device)
     """Sums of parts that a program forms side by side, of one query and head: where there are several, and few programs."""
     p = problem.attention
     few = p.batch * p.seqlen_q * p.heads_q * (tile.columns_v // SUM_COLUMNS) <= ABREAST * device.sm_count
-    return ABREAST if together > 1 and problem.splits > together and not p.lengths.varlen and not tile.wide and few else 1
+    several = 1 < together <= LOADS and problem.splits > together
+    return ABREAST if several and few and not p.lengths.varlen and not tile.wide else 1
 
 
 def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer, ...]:
@@ -263,7 +264,7 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     p = problem.attention
     together, sums = loaded_of(problem, together)
     abreast = abreast_of(problem, together, tile, device)
-    heads, chunks = (1, p.group) if abreast > 1 else (packing.heads, packing.chunks)
+    heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
     packing = Packing(heads, chunks, 1, packing.split, 1, packing.early)  # all that it reads
     if not p.lengths.varlen:
         rows = heads
