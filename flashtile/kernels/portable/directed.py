@@ -201,19 +201,22 @@ def refusals_of_entropy(p: AttentionProblem, device: Device, direction: Directio
     ]
 
 
-def plan_statistics(p: AttentionProblem, device: Device, direction: Direction) -> Plan:
-    """A launch for what is known of rows, one for the mass of keys. Lists of blocks, which repeat the mask, are not read."""
+def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
+    """A launch for what is known of rows, one for the mass of keys; `launches` overrides their tiles.
+
+    Lists of blocks, which repeat the mask, are not read.
+    """
     p = replace(p, blocks=None)
     schedules, calls, notes, sink = Schedules(p), list[KernelCall](), list[str](), None if p.sink is None else "sink"
     made = tuple(n if n in direction.wanted else None for n in ("peak", "entropy"))
     if any(made):
-        launch = choose_light(p, device, ROWS)
+        launch = (launches or {}).get(ROWS) or choose_light(p, device, ROWS)
         arrives = "g" if made[1] else ""
         calls.append(_light_call(attention_statistics, p, device, launch, ROWS, schedules, ("q", "k", sink), made,
                                  ("q", "k", sink or "q"), arrives=arrives))  # fmt: skip
         notes.append(f"statistics tile {launch.spell()}")
     if "mass" in direction.wanted:
-        launch = choose_light(p, device, KEYS)
+        launch = (launches or {}).get(KEYS) or choose_light(p, device, KEYS)
         calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
                                  heads=p.heads_q, more=(direction.last,)))  # fmt: skip
         notes.append(f"mass tile {launch.spell()}")
