@@ -14,9 +14,9 @@ from flashtile.problem.dtype import DType
 from flashtile.triton_glue.language import INTERPRETED
 
 # pairs: gradients of broadcast tensors; behind it the passes beyond first derivatives (`directed.py`)
-Pass = Literal["forward", "keys", "queries", "fused", "pairs", "tangent", "second_queries", "second_keys"]
-OVER_KEYS = frozenset({"keys", "fused", "second_keys"})  # whose programs have a tile of keys
-DIRECTED = frozenset({"tangent", "second_queries", "second_keys"})
+Pass = Literal["forward", "keys", "queries", "fused", "pairs", "tangent", "second_queries", "second_keys", "second_fused"]
+OVER_KEYS = frozenset({"keys", "fused", "second_keys", "second_fused"})  # whose programs have a tile of keys
+DIRECTED = frozenset({"tangent", "second_queries", "second_keys", "second_fused"})
 Products = Literal["unit", "cut", "short", "aligned", "float64"]
 Correction = Literal["", "after", "before"]
 
@@ -368,7 +368,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         narrow=launch.products == "float64" and bool(narrow_loads(problem)),
         makes_lse=which in ("forward", "tangent"),
         lone=backward and problem.lone and not is_mended(problem),
-        adds_dq=which == "fused",
+        adds_dq=which in ("fused", "second_fused"),
         correction=correction,
         lonely=backward and tells_sizes(problem),
         held=launch.held,
