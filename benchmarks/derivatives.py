@@ -132,7 +132,8 @@ class Cell:
         """The forward, which keeps a statistic of rows itself."""
         name = STATISTICS[what][0]
         (out, *_), made = forward_with_statistics(self.prepared, self.inputs, (), frozenset({name}))
-        return out, made[name].transpose(1, 2)[..., None]
+        found = made[name].transpose(1, 2)[..., None]
+        return out, found.amax(1, keepdim=True) if name == "peak" else found
 
     def massed(self, what: str) -> Sequence[torch.Tensor]:
         """The forward and the pass behind it, as a caller has both."""
@@ -166,7 +167,8 @@ class Cell:
         if what == "forward":
             return (self._plain()(*x),)
         if what.startswith(WITH):
-            return (*self.truth("forward", dtype), *self.truth(what.removeprefix(WITH), dtype))
+            (found,) = self.truth(what.removeprefix(WITH), dtype)
+            return *self.truth("forward", dtype), found.amax(1, keepdim=True) if "max_logit" in what else found
         if what in STATISTICS:
             name, last = STATISTICS[what]
             scores = x[0][0, :, 0] @ x[1][0, :, 0].T * self.size[3] ** -0.5
@@ -352,7 +354,8 @@ class Derivatives(Experiment[tuple[str, bool]]):
             cell = Cell(shape, causal, self.device(), ())
             p, place = cell.prepared.problem, cell.prepared.place
             if self.chosen.tiles:
-                jobs += [(shape, causal, what, i) for what in tiled(self.chosen.only) for i, _ in enumerate(launches_of(p, place, what))]
+                some = tiled(self.chosen.only)
+                jobs += [(shape, causal, what, i) for what in some for i, _ in enumerate(launches_of(p, place, what))]
             else:
                 cell.only = self.chosen.only
                 jobs += [(shape, causal, what) for what in cell.passes()]
