@@ -74,13 +74,19 @@ CANDIDATES: dict[str, dict[int, tuple[Launch, ...]]] = {
         64: (Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
         128: (Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8)),
     },
-    "second_fused": {
-        64: (Launch(32, 128, 8, 3, 8), Launch(32, 128, 8, 4, 8), Launch(64, 128, 8, 2, 8)),
-        128: (Launch(32, 128, 8, 2, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 4, 2, 8)),
-    },
     "second_keys": {
-        64: (Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8), Launch(32, 128, 8, 3, 8)),
-        128: (Launch(32, 128, 8, 2, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 1, 8)),
+        64: (
+            Launch(64, 64, 4, 2, 8, upright=True), Launch(128, 64, 8, 2, 8, upright=True), Launch(64, 64, 4, 2, 8),
+            Launch(32, 64, 4, 3, 8), Launch(64, 64, 4, 3, 8, upright=True),
+        ),
+        128: (Launch(32, 64, 4, 1, 8, upright=True), Launch(32, 64, 4, 2, 8), Launch(32, 128, 8, 2, 8)),
+    },
+    "second_fused": {
+        64: (
+            Launch(64, 64, 4, 2, 8, upright=True), Launch(64, 64, 8, 2, 8, upright=True), Launch(32, 128, 8, 3, 8),
+            Launch(32, 64, 4, 3, 8),
+        ),
+        128: (Launch(32, 64, 4, 1, 8, upright=True), Launch(32, 64, 4, 2, 8)),
     },
 }  # fmt: skip
 
@@ -258,7 +264,8 @@ def pass_of(what: str) -> Pass:
 def launches_of(p: AttentionProblem, place: Device, what: str) -> list[Launch]:
     """The chosen tile, then the candidates that fit."""
     which, wide = pass_of(what), 64 if p.head_dim <= 64 else 128
-    chosen = (portable.choose_light if what in STATISTICS else portable.choose_directed)(p, place, which)
+    last = (STATISTICS[what][1],) if what in STATISTICS else ()
+    chosen = (portable.choose_light if last else portable.choose_directed)(p, place, which, *last)
     others = [c for c in CANDIDATES[what][wide] if portable.shared_bytes(p, c, which) <= place.smem_bytes]
     return list({launch.spell(): launch for launch in (chosen, *others)}.values())
 

@@ -485,7 +485,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "peaked", "raised", "rebased", "recast", "role_barrier", "row_products", "scale_unless_one",
-    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
-    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "peaked", "raised", "rebased", "recast", "role_barrier", "row_products",
+    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
+    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip
