@@ -184,6 +184,18 @@ def test_builds_that_make_other_tensors_are_not_timed() -> None:
         compare([], [])
 
 
+def test_the_quietest_rounds_stand_for_the_host_s_time() -> None:
+    """What else a machine does only adds: bursts of it move neither the ratio nor what the base is said to be off by."""
+    stand_for = importlib.import_module("benchmarks.builds").stand_for
+    quiet = [20.0 + 0.01 * (i % 7) for i in range(144)]
+    busy = [time + 15.0 * (i % 3 > 0) for i, time in enumerate(quiet)]
+    (calm, _), (beside, spread) = stand_for(quiet, True), stand_for(busy, True)
+    assert beside == pytest.approx(calm, rel=1e-3)
+    assert spread < 1.001
+    assert stand_for([1.04 * time for time in busy], True)[0] / calm > 1.03  # a slower build is seen
+    assert stand_for(busy, False)[0] > 1.5 * calm  # the median is the device's
+
+
 def test_what_8_bits_make_is_judged_before_it_is_timed() -> None:
     fp8: Any = importlib.import_module("benchmarks.fp8")
     three, z = fp8.tensors_of("2x20x3x32", CPU_PLACE)
