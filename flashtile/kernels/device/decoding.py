@@ -21,7 +21,7 @@ LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us lon
 PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
 FEW_PARTS = 4  # or so many, where an item has no more
 ABREAST = 4  # sums of parts that warps form side by side, where few programs add many parts up
-SUM_REGISTERS = 128  # for ptxas else holds few loads under way
+SUM_REGISTERS = (128, 160)  # for ptxas else holds few loads under way: of SUM_ELEMENTS, and of twice as many
 SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
 
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
@@ -289,5 +289,5 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
         (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("ABREAST", abreast), ("T", tile)), 4, 1,
-        False, SUM_REGISTERS if few else None, packing.early,
+        False, SUM_REGISTERS[tile.block_q * columns * abreast > SUM_ELEMENTS] if few else None, packing.early,
     )  # fmt: skip
