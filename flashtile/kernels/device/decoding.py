@@ -274,7 +274,8 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         tile = replace(tile, block_q=rows)
     tokens = tile.block_q // heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
-    columns = min(tile.columns_v, max(SUM_COLUMNS, SUM_ELEMENTS // (tile.block_q * abreast)))
+    columns = max(SUM_COLUMNS, SUM_ELEMENTS // (tile.block_q * abreast))
+    columns = min(tile.columns_v, columns // (1 + tile.wide))  # float64: half as many
     few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
     if few and abreast == 1 and tiles * p.heads_kv * chunks * (tile.columns_v // columns) < device.sm_count:
         columns = min(tile.columns_v, SUM_COLUMNS)  # else multiprocessors are idle
