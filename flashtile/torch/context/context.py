@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flashtile.errors import InvalidProblem
 from flashtile.problem.dropout import GRAIN
 from flashtile.problem.mask import Band, make_mask
-from flashtile.torch.context.layout import LAYOUTS, Fetched, check_length, fetched, pairs, runs, sent_rows
+from flashtile.torch.context.layout import LAYOUTS, Fetched, Stages, check_length, fetched, pairs, runs, sent_rows, stages
 
 TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
 MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
@@ -141,9 +141,13 @@ class Context:
             over = TWO_AXES.get(name, name)
             forward, backward = sent_bytes(over, q, k, v, outer if name in TWO_AXES else ranks)
             of = ""
-            if over == "allgather" and halo:  # as many numbers where heads are exchanged for positions
-                forward, backward = halo_bytes(self.layout, q, k, v, wanted, inner)
-                of = "the halo of its window alone: "
+            if over == "allgather" and self.layout != "striped":  # as many numbers where heads are exchanged for positions
+                forward, backward = (
+                    halo_bytes(self.layout, q, k, v, wanted, inner)
+                    if halo
+                    else stage_bytes(stages(self.layout, (seqlen_q, seqlen_k), outer, reach), q, k, v, inner)
+                )
+                of = "the halo of its window alone: " if halo else ""
             if name in TWO_AXES:
                 of_heads = sent_bytes("ulysses", q, k, v, inner)
                 forward, backward = forward + of_heads[0], backward + of_heads[1]
@@ -250,6 +254,19 @@ def halo_bytes(layout: str, q: Any, k: Any, v: Any, wanted: tuple[Fetched, ...],
     row = k.shape[0] * k.shape[2] // inner * (q.shape[-1] + v.shape[-1])
     sent, received = zip(*sent_rows(layout, k.shape[1] * inner * len(wanted), wanted), strict=True)
     return max(sent) * row * q.dtype.itemsize, max(received) * row * 4
+
+
+def stage_bytes(plan: Stages, q: Any, k: Any, v: Any, inner: int) -> tuple[int, int]:
+    """(forward, backward): the bytes that the busiest rank sends by "allgather": of keys that others' queries see."""
+    ranks, row = range(len(plan.held)), k.shape[0] * k.shape[2] // inner * (q.shape[-1] + v.shape[-1])
+    count = lambda places: sum(rows.stop - rows.start for rows, _ in places)  # noqa: E731
+    keys, sums = (
+        max(
+            sum(count(places(stage, by, to)) for to in ranks if to != by for stage in range(len(plan.ends[by]))) for by in ranks
+        )
+        for places in (lambda stage, by, to: plan.news(stage, to, by), plan.news)
+    )
+    return keys * row * q.dtype.itemsize, sums * row * 4
 
 
 def sent_bytes(method: str, q: Any, k: Any, v: Any, ranks: int) -> tuple[int, int]:
