@@ -112,9 +112,10 @@ def quantize_store(in_ptrs, top_ptr, out_ptrs, strides, span, heads, count, T: t
     inside = (row < span)[:, None] & (tl.arange(0, COLUMNS) < T.head_dim)[None, :]
     line = out_ptrs[0] + head_offset(slab, head, strides[2]) + (row - tl.arange(0, ROWS)).to(tl.int64)[:, None] * strides[2][1]
     tl.store(line + tile_offsets(strides[2], ROWS, COLUMNS), as_bytes(x, NATIVE), mask=inside)
-    number = tl.program_id(0) * 128 + tl.arange(0, 128)
-    made = scale_of_top(tl.load(top_ptr + number, mask=number < count, other=0))
-    tl.store(out_ptrs[1] + number, made, mask=number < count)
+    for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
+        number = start + tl.arange(0, 128)
+        made = scale_of_top(tl.load(top_ptr + number, mask=number < count, other=0))
+        tl.store(out_ptrs[1] + number, made, mask=number < count)
 
 
 def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
@@ -123,14 +124,13 @@ def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
     columns = 1 << (p.head_dim - 1).bit_length()
     native = device.kind == "cuda" and device.arch >= FIRST_FP8 and not INTERPRETED
     tile = QuantizeTile(max(16, ELEMENTS // columns), columns, p.head_dim, native)
-    programs = max(-(-p.span // tile.rows) * p.slabs * p.heads, -(-count // 128))
+    grid = (-(-p.span // tile.rows) * p.slabs * p.heads, 1, 1)
     given = (Pointer("x"), Pointer("item") if p.named else None, Pointer("mean") if p.shifted else None)
     strides = (Strides("x"), Strides("item") if p.named else None, Strides("y"))
     constants = (("T", tile),)
     calls = (
-        KernelCall(quantize_largest, (-(-p.span // tile.rows) * p.slabs * p.heads, 1, 1),
-                   (given, Pointer("top"), strides, p.span, p.heads), constants, 4, 1),
-        KernelCall(quantize_store, (programs, 1, 1),
+        KernelCall(quantize_largest, grid, (given, Pointer("top"), strides, p.span, p.heads), constants, 4, 1),
+        KernelCall(quantize_store, grid,
                    (given, Pointer("top"), (Pointer("y"), Pointer("scale")), strides, p.span, p.heads, count), constants, 4, 1),
     )  # fmt: skip
     buffers = [Buffer("x", shape, p.dtype, "input")]
