@@ -73,7 +73,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         dict(QUERIES=128, HEAD_DIM=32), 26,
     ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
-    "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 6),
+    "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 12),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 
@@ -158,16 +158,16 @@ def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     assert all(float(row["this"]) > 0 and float(row["base"]) > 0 for row in rows)
 
 
-def test_every_cell_of_two_builds_can_be_called(monkeypatch) -> None:
-    """With few rows and heads: a cell that no call takes would stop all others beside it."""
+def test_every_cell_of_two_builds_is_a_call(monkeypatch) -> None:
+    """Of few tokens, in the interpreter: their names are those that the library takes."""
     worker = importlib.import_module("benchmarks.build_worker")
-    small = {name: (1, min(seqlen, 24), 2, 16, how) for name, (_, seqlen, _, _, how) in worker.SHAPES.items()}
-    monkeypatch.setattr(worker, "SHAPES", small)
-    monkeypatch.setattr(worker, "lengths", lambda count: [9, 14])
-    monkeypatch.setattr(worker, "DEVICE", CPU_PLACE)
-    for name, (_, _, _, _, how) in small.items():
-        if how.get("backend") != "triton":  # which runs on a GPU, or interpreted
-            assert all(torch.isfinite(gradient).all() for gradient in worker.calls(name)["both"]()), name
+    monkeypatch.setattr(worker, "lengths", lambda count: [5, 9][:count])
+    monkeypatch.setattr(worker, "DEVICE", torch.device("cpu"))
+    kinds = {str((not shape[1], shape[4])): name for name, shape in worker.SHAPES.items()}
+    for name in kinds.values():
+        _, seqlen, _, _, how = worker.SHAPES[name]
+        monkeypatch.setitem(worker.SHAPES, name, (2, min(seqlen, 16), 2, 16, how))
+        assert all(abs(number) < float("inf") for number in worker.answer(worker.calls(name)["both"]()))
 
 
 def test_builds_that_make_other_tensors_are_not_timed() -> None:
