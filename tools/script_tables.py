@@ -39,7 +39,8 @@ FILES = {  # file -> what its rows are
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
     "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: "
-    "`benchmarks/derivatives.py`; of 16,384 tokens before tiles of 64 columns were chosen by time and rows loaded at once.",
+    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once.",
+    "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups of heads, which "
     "are 1 since, because causal backwards of few heads end with one long program; nobody has measured that yet.",
