@@ -283,35 +283,28 @@ def rebased(p, top, sums, LIFTS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.constexpr_function
 def _peaked(columns: int) -> str:
-    count, rare, made = columns // 2, "", ""
+    count, rare, after = columns // 2, "max.f32 h, h0, h1;\n", ""
     top, limit, highest, bound = (columns + count * i for i in range(1, 5))
     for row in (0, 1):
         mine = [columns + i for i in _row(columns, row)]
         rare += f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
         rare += f"lg2.approx.ftz.f32 m, m; add.f32 m, m, ${top + 2 * row}; max.f32 h, h, m;\n"
+        after += f"mov.f32 h{row}, h; sub.f32 m, h, ${top + 2 * row}; ex2.approx.ftz.f32 m, m; min.f32 l{row}, m, 0f7F000000;\n"
     rare += "".join(f"shfl.sync.bfly.b32 m, h, {lane}, 31, 0xffffffff; max.f32 h, h, m;\n" for lane in (1, 2, 4, 8, 16))
-    for row in (0, 1):
-        rare += f"mov.f32 h{row}, h; sub.f32 m, h, ${top + 2 * row}; ex2.approx.ftz.f32 m, m; min.f32 l{row}, m, 0f7F000000;\n"
-    for i in range(count):
-        made += f"mov.f32 ${i}, l{i // 2 % 2}; mov.f32 ${count + i}, h{i // 2 % 2};\n"
+    made = "".join(f"mov.f32 ${i}, l{i // 2 % 2}; mov.f32 ${count + i}, h{i // 2 % 2};\n" for i in range(count))
     return f"""{{
         .reg .pred p; .reg .f32 l<2>, h<2>, h, m;
         mov.f32 l0, ${limit}; mov.f32 l1, ${limit + 2}; mov.f32 h0, ${highest}; mov.f32 h1, ${highest + 2};
-        setp.gt.f32 p, ${bound}, l0; setp.gt.or.f32 p, ${bound + 2}, l1, p;
-        vote.sync.any.pred p, p, 0xffffffff;
+        setp.gt.f32 p, ${bound}, l0; setp.gt.or.f32 p, ${bound + 2}, l1, p; vote.sync.any.pred p, p, 0xffffffff;
         @!p bra.uni done;
-        max.f32 h, h0, h1;
-        {rare}done:
+        {rare}{after}done:
         {made}
     }}"""
 
 
 @gluon.jit
 def peaked(p, top, limit, highest, bound, COLUMNS: gl.constexpr):
-    """(limit, highest), and behind a vote and a jump what `scores.peaked_rows` says of them; 64 x COLUMNS, in `matrix_layout`.
-
-    top: of whole rows; all others of a lane's numbers of a row.
-    """
+    """(limit, highest), and behind a vote and a jump what `scores.peaked_rows` says of them; like `rebased`, a lane's."""
     return gl.inline_asm_elementwise(
         _peaked(COLUMNS), _operands(COLUMNS, "=f =f f f f f f"), [p, top, limit, highest, bound],
         dtype=(gl.float32, gl.float32), is_pure=False, pack=COLUMNS // 2,
