@@ -199,6 +199,6 @@ def test_the_shape_of_the_sums_programs_changes_no_bit(
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
     shapes = [(call.grid, dict(call.constants)) for call in calls]
-    assert [(grid, how["ABREAST"], how["COLUMNS"]) for grid, how in shapes] == [
+    assert [(grid, how["PACK"].abreast, how["COLUMNS"]) for grid, how in shapes] == [
         ((2, 1, 1), 1, 64), ((2, 4, 1), 4, 64), ((2, 4, 1), 2, 64), ((2, 1, 2), 1, 32),
     ]  # fmt: skip

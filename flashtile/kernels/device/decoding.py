@@ -36,6 +36,7 @@ class Packing:
     stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
     fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
+    abreast: sums that a program of the sum forms side by side.
     """
 
     heads: int
@@ -52,6 +53,7 @@ class Packing:
     shared: bool = False
     rest: int = 0
     rest_columns: int = 0
+    abreast: int = 1
 
 
 class Seat(NamedTuple):
@@ -128,17 +130,18 @@ def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, 
 
 @jit(do_not_specialize=UNSPECIALIZED)
 def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
-                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, ABREAST: tl.constexpr,
+                   PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
                    T: tl.constexpr):  # fmt: skip
     """The sum of an item's parts: of PARTS of them in order, and of these sums in order.
 
-    SUMS of these are formed one after another, ABREAST of them by other threads of a program. Parts without a key in the band
-    were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as
+    SUMS of these are formed one after another, PACK.abreast of them by other threads of a program. Parts without a key in
+    the band were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as
     `decode_forward` has them; strides of out, sink.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
     SPLIT: tl.constexpr = PACK.split
+    ABREAST: tl.constexpr = PACK.abreast
     ROWS: tl.constexpr = T.block_q
     TOKENS: tl.constexpr = ROWS // HEADS
     heads = tl.num_programs(1) // CHUNKS * group
@@ -266,7 +269,7 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     together, sums = loaded_of(problem, together)
     abreast = abreast_of(problem, together, tile, device)
     heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
-    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early)  # all that it reads
+    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast)  # all that it reads
     if not p.lengths.varlen:
         rows = heads
         while rows < min(tile.block_q, p.seqlen_q * heads) and abreast == 1:
@@ -290,6 +293,6 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         decode_combine, (tiles, p.heads_kv * chunks, tile.columns_v // columns),
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
-        (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("ABREAST", abreast), ("T", tile)), 4, 1,
+        (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("T", tile)), 4, 1,
         False, SUM_REGISTERS[tile.block_q * columns * abreast > SUM_ELEMENTS] if few else None, packing.early,
     )  # fmt: skip
