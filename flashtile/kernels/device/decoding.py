@@ -135,8 +135,8 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     """The sum of an item's parts: of PARTS of them in order, and of these sums in order.
 
     SUMS of these are formed one after another, PACK.abreast of them by other threads of a program. Parts without a key in
-    the band were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as
-    `decode_forward` has them; strides of out, sink.
+    the band were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top,
+    total) as `decode_forward` has them; strides of out, sink.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
