@@ -44,7 +44,6 @@ FEATURES = {  # rows of docs/support.md -> what README calls them
     "the second derivative": "second derivatives",
     "fp8 products": "fp8 products, forward only",
     "paged cache, forward": "decoding from a paged cache",
-    "paged cache, a window and sinks": "the same with a window, sinks",
 }
 
 
