@@ -33,6 +33,12 @@ FILES = {  # file -> what its rows are
     "first row of a cell is a choice that is gone: 16 loads under way, where 8 are now (`MANY_LOADS=8`).",
     "cached-hopper-e4m3-h200": "Caches of e4m3 by Hopper's kernel, beside the portable one and bf16 (lab, decoding 6): "
     "`benchmarks/cached.py --backends triton hopper`.",
+    "decode-launches-h200": "Short calls over a cache, without the second launch and with other splits (lab, decoding 7): "
+    "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
+    "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
+    "`benchmarks/cached.py --sets split=512 split=128`.",
+    "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
+    "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
