@@ -96,8 +96,8 @@ class Fetching:
 
 
 class Returning:
-    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys: the last call's first, and each as soon
-    as no call is left that sees them. tokens: how many keys each rank holds.
+    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys, each key's when no call is left
+    that sees it. tokens: how many keys each rank holds.
     """
 
     def __init__(self, context: Context, stages: Stages, tokens: int):
