@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     },
     "varlen": (64, 0, 16, 128, {"causal": True}),
     "costs-softcap": (2, 4096, 16, 128, {"causal": True, "score": "softcap"}),
-    "costs-dropout": (2, 4096, 16, 128, {"causal": True, "dropout_p": 0.1}),
+    "costs-dropout": (2, 4096, 16, 128, {"causal": True, "dropout": 0.1}),
     # lse's rounding is looked for, and mended, where a tensor is added to scores, and in small problems
     "costs-bias": (2, 2048, 16, 128, {"causal": True, "score": "bias"}),
     "costs-bias-portable": (2, 2048, 16, 128, {"causal": True, "score": "bias", "backend": "triton"}),
@@ -60,6 +60,8 @@ def calls(name: str) -> dict[str, Callable[[], Any]]:
         how["score"] = (flashtile.Bias(torch.randn((1, 1, seqlen, seqlen), device=DEVICE, dtype=torch.bfloat16)),)
     elif "score" in how:
         how["score"] = (flashtile.Softcap(30.0),)
+    if "dropout" in how:
+        how["dropout"] = flashtile.Dropout(how["dropout"], seed=torch.tensor([3, 4], device=DEVICE))
     asked = {option: how.pop(option) for option in ("backend", "delta") if option in how}
     known = [field.name for field in fields(flashtile.Options)]
     how["options"] = flashtile.Options(**{option: value for option, value in asked.items() if option in known})

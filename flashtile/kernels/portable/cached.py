@@ -17,7 +17,6 @@ from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.dtype import DType
-from flashtile.problem.stored import Stored
 
 MOST_HEADS = 64  # that one tile packs
 ROOM_BYTES = 16 << 10  # of shared memory, beside the stages
@@ -25,12 +24,11 @@ BIG_BYTES = 160 << 10  # of shared memory, from which on 64 rows of 576 columns 
 WIDEST = 576  # columns of keys whose first ones are the values
 
 
-def products_of(p: AttentionProblem, device: Device, stored: Stored | None) -> Products:
+def products_of(p: AttentionProblem, device: Device) -> Products:
     """How scores and values are multiplied: by the dtype alone, for a choice by sizes would make bits depend on the batch."""
     if p.dtype is not DType.FP32 or p.precision != "tf32x3":
         return products(p, device, "forward")
-    # Triton 3.6.0 lays a product's operands out for the narrowest load behind them, as no float64 product takes them.
-    return "float64" if device.multiplies_float64 and stored is None else "aligned"
+    return "float64" if device.multiplies_float64 else "aligned"
 
 
 def narrow(problem: CachedProblem) -> AttentionProblem:
@@ -74,7 +72,7 @@ def candidates(problem: CachedProblem, device: Device, heads: int) -> tuple[Laun
     and of values that are columns of the keys are guesses until they are measured: `benchmarks/cached.py --tiles`.
     """
     p = narrow(problem)
-    made = products_of(p, device, problem.stored)
+    made = products_of(p, device)
     wide, fp32 = max(p.head_dim, p.head_dim_v), p.dtype is DType.FP32
     rows = 16 if not p.lengths.varlen and p.seqlen_q * heads <= 16 else 64
     if has_few_rows(problem, device):
@@ -176,7 +174,8 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     scratch = part_buffers(problem, problem.splits, "fp64" if tile.wide else "fp32") if split else ()
     partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
+    # A part that ends within the loop goes to memory by way of shared memory: of 64 rows of 512 numbers 128 KiB.
+    parts = 1 if problem.shared and launch.block_q > 16 else parts_of(problem, tiles * p.heads_kv * chunks, device)
     rest = p.head_dim - p.head_dim_v if problem.shared else 0
     packing = Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early,

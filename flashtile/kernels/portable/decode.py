@@ -42,6 +42,8 @@ def cache_tile(ptr, at, stride, exists, first, WIDTH: tl.constexpr, COLUMNS: tl.
     STORED: tl.constexpr = PACK.stored
     if STORED != "":
         x = widened(x, KIND, STORED, PACK.native)
+        if KIND == tl.float32:  # multiplied in float64: Triton looks no further than a reduction (`free_parts`)
+            x = tl.sum(x[:, :, None], 2)
     return x
 
 
