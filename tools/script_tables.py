@@ -49,7 +49,7 @@ FILES = {  # file -> what its rows are
     "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups of heads, which "
-    "are 1 since, because causal backwards of few heads end with one long program; nobody has measured that yet.",
+    "are 1 since, because causal backwards of few heads end with one long program.",
     "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
     "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
