@@ -1,7 +1,7 @@
 """Tangents and double backward beside our own forward and backward, and beside who else has them, on a GPU.
 
     python benchmarks/derivatives.py [--shapes 1x8192x32x64 ...] [--tiles] [--rounds 10] [--budget 600]
-                                     [--output bench-output/derivatives.csv] [--commit HASH]
+                                     [--masks full causal] [--output bench-output/derivatives.csv] [--commit HASH]
 
 A cell is a shape (batch x seqlen x heads x head_dim), full and causal, in bf16. Its passes take turns: our forward, the tangent
 pass of all inputs and of q alone (out, lse and their tangents in one launch), the same by torch.func.jvp from end to end, our
@@ -9,8 +9,8 @@ backward, our double backward (gradients of a sum of dq, dk and dv by q, k, v an
 alone, the forward that keeps them itself, or has one behind it; plain PyTorch where its scores fit, and jvp_flash_attention
 where it is installed. `of_forward` and `of_backward` are medians over our forward's and backward's. Every result is checked
 first, one head of it: no farther from float64 (float32 beyond 8,192 tokens) than 1.5 x what plain PyTorch in bf16 is, or 2
-units in the last place. --tiles times the tangent pass and both passes of a second derivative by themselves, in the chosen
-tile and in candidates. The exit status is 1 if anything is wrong or fails.
+units in the last place. --tiles times the tangent passes, both passes of a second derivative and that of mass by themselves,
+in the chosen tile and in candidates. The exit status is 1 if anything is wrong or fails.
 """
 
 from __future__ import annotations
@@ -56,19 +56,38 @@ WITH = "forward with "
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Sequence[torch.Tensor]]
 
-# Candidates of --tiles, by pass and head dim.
-CANDIDATES: dict[Pass, dict[int, tuple[Launch, ...]]] = {
+# Candidates of --tiles, by what is timed and head dim.
+CANDIDATES: dict[str, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
         64: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 4, 8)),
-        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8), Launch(128, 32, 8, 2, 8)),
+        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 2, 8)),
+    },
+    "tangent of q": {
+        64: (Launch(128, 64, 8, 3, 8), Launch(128, 128, 8, 2, 8), Launch(64, 128, 4, 2, 8), Launch(64, 64, 4, 4, 8)),
+        128: (Launch(128, 64, 8, 3, 8), Launch(128, 128, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 3, 8)),
+    },
+    "Mass(last=64)": {
+        64: (
+            Launch(64, 128, 8, 3, 8), Launch(64, 256, 4, 2, 8), Launch(64, 512, 4, 3, 8), Launch(64, 1024, 4, 3, 8),
+            Launch(64, 1024, 4, 4, 8),
+        ),
+        128: (Launch(64, 128, 8, 1, 8), Launch(64, 512, 4, 2, 8), Launch(64, 1024, 4, 3, 8), Launch(64, 1024, 8, 3, 8)),
     },
     "second_queries": {
         64: (Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
-        128: (Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 3, 8)),
+        128: (Launch(128, 64, 8, 1, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
     },
     "second_keys": {
-        64: (Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8), Launch(32, 128, 8, 3, 8)),
-        128: (Launch(32, 128, 8, 2, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 1, 8)),
+        64: (
+            Launch(64, 64, 4, 2, 8, upright=True), Launch(128, 64, 8, 2, 8, upright=True), Launch(64, 64, 4, 2, 8),
+        ),
+        128: (Launch(32, 64, 4, 1, 8), Launch(32, 64, 4, 2, 8), Launch(32, 128, 8, 2, 8)),
+    },
+    "second_fused": {
+        64: (
+            Launch(64, 64, 4, 2, 8, upright=True), Launch(64, 64, 8, 2, 8, upright=True), Launch(32, 128, 8, 3, 8),
+        ),
+        128: (Launch(32, 64, 4, 1, 8), Launch(32, 64, 4, 2, 8)),
     },
 }  # fmt: skip
 
@@ -83,6 +102,7 @@ class Cell:
         made = [torch.randn(self.size, generator=generator, device=device).to(torch.bfloat16) for _ in range(8)]
         self.inputs, self.moved, self.dout, self.ddout = tuple(made[:3]), tuple(made[3:6]), made[6], made[7]
         q, k, v = self.inputs
+        self.laid: Any = None
         self.prepared, _ = prepare(q, k, v, causal)
         self.lse = flashtile.attention(q, k, v, causal=causal, return_lse=True)[1]
         self.leaves = tuple(t.detach().requires_grad_() for t in (*self.inputs, self.dout))
@@ -119,7 +139,8 @@ class Cell:
         """The forward, which keeps a statistic of rows itself."""
         name = STATISTICS[what][0]
         (out, *_), made = forward_with_statistics(self.prepared, self.inputs, (), frozenset({name}))
-        return out, made[name].transpose(1, 2)[..., None]
+        found = made[name].transpose(1, 2)[..., None]
+        return out, found.amax(1, keepdim=True) if name == "peak" else found
 
     def massed(self, what: str) -> Sequence[torch.Tensor]:
         """The forward and the pass behind it, as a caller has both."""
@@ -130,13 +151,18 @@ class Cell:
     def math_jvp(self) -> Sequence[torch.Tensor]:
         return torch.func.jvp(self._plain(), self.inputs, self.moved)
 
+    def by_head(self) -> tuple[Tensors, Tensors]:
+        """Inputs and their tangents, (batch, heads, seqlen, head_dim), laid so once."""
+        if self.laid is None:
+            self.laid = tuple(tuple(t.transpose(1, 2).contiguous() for t in some) for some in (self.inputs, self.moved))
+        return self.laid
+
     def peer(self) -> Sequence[torch.Tensor]:
         """jvp_flash_attention's, of (batch, heads, seqlen, head_dim)."""
         from jvp_flash_attention.jvp_attention import JVPAttn  # pyright: ignore[reportMissingImports]
 
         with forward_ad.dual_level():
-            pairs = zip(self.inputs, self.moved, strict=True)
-            duals = [forward_ad.make_dual(x.transpose(1, 2).contiguous(), t.transpose(1, 2).contiguous()) for x, t in pairs]
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(*self.by_head(), strict=True)]
             made = forward_ad.unpack_dual(JVPAttn.fwd_dual(*duals, causal=self.causal))
             assert made.tangent is not None
             return made.primal.transpose(1, 2), made.tangent.transpose(1, 2)
@@ -148,7 +174,8 @@ class Cell:
         if what == "forward":
             return (self._plain()(*x),)
         if what.startswith(WITH):
-            return (*self.truth("forward", dtype), *self.truth(what.removeprefix(WITH), dtype))
+            (found,) = self.truth(what.removeprefix(WITH), dtype)
+            return *self.truth("forward", dtype), found.amax(1, keepdim=True) if "max_logit" in what else found
         if what in STATISTICS:
             name, last = STATISTICS[what]
             scores = x[0][0, :, 0] @ x[1][0, :, 0].T * self.size[3] ** -0.5
@@ -225,18 +252,34 @@ def measure(cell: Cell, record: Record, rounds: int, device: torch.device, row: 
         record.add({**row, "what": what, "ms": f"{ms:.4f}", **of, **facts[what]})
 
 
-def launches_of(p: AttentionProblem, place: Device, which: Pass) -> list[Launch]:
-    """The chosen tile of a pass, then the candidates that fit."""
-    chosen, wide = portable.choose_directed(p, place, which), 64 if p.head_dim <= 64 else 128
-    others = [c for c in CANDIDATES[which][wide] if portable.shared_bytes(p, c, which) <= place.smem_bytes]
+def tiled(only: Sequence[str] | None) -> list[str]:
+    """What --tiles times."""
+    return [what for what in CANDIDATES if only is None or what in only]
+
+
+def pass_of(what: str) -> Pass:
+    """The kind of pass that a candidate's tile is of."""
+    return "second_keys" if what in STATISTICS else "tangent" if what.startswith("tangent") else cast(Pass, what)
+
+
+def launches_of(p: AttentionProblem, place: Device, what: str) -> list[Launch]:
+    """The chosen tile, then the candidates that fit."""
+    which, wide = pass_of(what), 64 if p.head_dim <= 64 else 128
+    last = (STATISTICS[what][1],) if what in STATISTICS else ()
+    chosen = (portable.choose_light if last else portable.choose_directed)(p, place, which, *last)
+    others = [c for c in CANDIDATES[what][wide] if last or portable.shared_bytes(p, c, which) <= place.smem_bytes]
     return list({launch.spell(): launch for launch in (chosen, *others)}.values())
 
 
-def plan_in(p: AttentionProblem, place: Device, which: Pass, launch: Launch) -> Plan:
-    """The plan along all inputs that holds a pass in a tile."""
-    if which == "tangent":
-        return portable.plan_tangent(p, place, Direction(frozenset("qkv")), {which: launch})
-    return portable.plan_second(p, place, Direction(frozenset("qkv"), frozenset({"dout"}), frozenset("qkv")), {which: launch})
+def plan_in(p: AttentionProblem, place: Device, what: str, launch: Launch) -> Plan:
+    """The plan that holds a pass in a tile: of mass, or along all inputs, or q alone."""
+    launches = {pass_of(what): launch}
+    if what in STATISTICS:
+        name, last = STATISTICS[what]
+        return portable.plan_statistics(p, place, Direction(wanted=frozenset({name}), last=last), launches)
+    if what.startswith("tangent"):
+        return portable.plan_tangent(p, place, Direction(frozenset("q" if what.endswith("of q") else "qkv")), launches)
+    return portable.plan_second(p, place, Direction(frozenset("qkv"), frozenset({"dout"}), frozenset("qkv")), launches)
 
 
 def warm(shape: str, causal: bool, what: str, tile: int | None = None) -> None:
@@ -246,48 +289,50 @@ def warm(shape: str, causal: bool, what: str, tile: int | None = None) -> None:
     if tile is None:
         cell.passes()[what]()
         return
-    p, place, which = cell.prepared.problem, cell.prepared.place, cast(Pass, what)
-    plan = plan_in(p, place, which, launches_of(p, place, which)[tile])
-    compile_call(named_call(plan, which)[1], plan, place)
+    p, place = cell.prepared.problem, cell.prepared.place
+    plan = plan_in(p, place, what, launches_of(p, place, what)[tile])
+    compile_call(named_call(plan, what)[1], plan, place)
 
 
-def named_call(plan: Plan, which: Pass) -> tuple[int, KernelCall]:
-    """The launch of a pass, and its place among a plan's calls."""
+def named_call(plan: Plan, what: str) -> tuple[int, KernelCall]:
+    """The launch of what is timed, and its place among a plan's calls."""
+    name = STATISTICS[what][0] if what in STATISTICS else pass_of(what).replace("fused", "keys")
     found = [(i, c) for i, c in enumerate(plan.calls) if isinstance(c, KernelCall)]
-    return next((i, c) for i, c in found if c.kernel.fn.__name__ == f"attention_{which}")
+    return next((i, c) for i, c in found if c.kernel.fn.__name__ == f"attention_{name}")
 
 
 def tiles(cell: Cell, record: Record, rounds: int, device: torch.device, row: dict[str, Any]) -> None:
-    """Time each pass's kernel in its tile and in the candidates, whose results must be those of the chosen tile."""
+    """Time each pass's kernel in its tile and in the candidates, whose results must be those of the first of its kind."""
     p, place = cell.prepared.problem, cell.prepared.place
-    names, tensors = ("q", "k", "v", "tq", "tk", "tv", "dout"), (*cell.inputs, *cell.moved, cell.dout)
+    names = "q", "k", "v", "tq", "tk", "tv", "dout", "lse"
+    tensors = *cell.inputs, *cell.moved, cell.dout, cell.lse
     given: dict[str, torch.Tensor] = dict(zip(names, tensors, strict=True))
-    for which in CANDIDATES:
-        runs, expected = dict[str, Call](), list[torch.Tensor]()
-        for launch in launches_of(p, place, which):
-            with record.attempt(**row, what=which, tile=launch.spell()):
-                plan = plan_in(p, place, which, launch)
+    expected = dict[str, list[torch.Tensor]]()
+    for what in tiled(cell.only):
+        runs, kind = dict[str, Call](), "second" if what.startswith("second") else what
+        for launch in launches_of(p, place, what):
+            with record.attempt(**row, what=what, tile=launch.spell()):
+                plan = plan_in(p, place, what, launch)
                 inputs = {b.name: given[b.name] for b in plan.named("input")}
                 made = Bound(plan, dict(inputs), device).run(dict(inputs))
                 found = [made[b.name] for b in plan.named("output") if b.name != "lse"]
-                expected = expected or found
-                pairs = zip(found, expected, strict=True)
+                pairs = zip(found, expected.setdefault(kind, found), strict=True)
                 apart = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
                 if not apart <= 4 * ULP:
-                    record.fail(f"is {apart:.1e} off the chosen tile's results", **row, what=which, tile=launch.spell())
+                    record.fail(f"is {apart:.1e} off the first tile's results", **row, what=what, tile=launch.spell())
                     continue
-                runs[launch.spell()] = alone(plan, which, made, device)
+                runs[launch.spell()] = alone(plan, what, made, device)
         counts = {tile: calls_for(burst_ms(call, 2, device), device) for tile, call in runs.items()}
         times = rotate(tuple(runs), rounds, lambda tile, runs=runs, counts=counts: burst_ms(runs[tile], counts[tile], device))
         for tile, some in times.items():
-            print(*row.values(), which, tile, f"{median(some):.3f} ms", flush=True)
-            record.add({**row, "what": which, "tile": tile, "ms": f"{median(some):.4f}"})
+            print(*row.values(), what, tile, f"{median(some):.3f} ms", flush=True)
+            record.add({**row, "what": what, "tile": tile, "ms": f"{median(some):.4f}"})
 
 
-def alone(plan: Plan, which: Pass, tensors: dict[str, torch.Tensor], device: torch.device) -> Call:
+def alone(plan: Plan, what: str, tensors: dict[str, torch.Tensor], device: torch.device) -> Call:
     """The one launch of a plan that is this pass, over tensors of a run."""
     bound = Bound(plan, {b.name: tensors[b.name] for b in plan.named("input")}, device)
-    launch: Any = bound.launches[named_call(plan, which)[0]]
+    launch: Any = bound.launches[named_call(plan, what)[0]]
 
     def call() -> Sequence[torch.Tensor]:
         launch(tensors)
@@ -305,11 +350,12 @@ class Derivatives(Experiment[tuple[str, bool]]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--shapes", nargs="+", type=sized(4), default=SHAPES, help="batch x seqlen x heads x head_dim")
         parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
-        parser.add_argument("--only", nargs="+", help="of a cell's passes these, beside our forward")
+        parser.add_argument("--only", nargs="+", help="of a cell's passes these, beside our forward; of --tiles these alone")
+        parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=("full", "causal"))
         parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
 
     def cells(self) -> list[tuple[str, bool]]:
-        return [(shape, causal) for shape in self.chosen.shapes for causal in (False, True)]
+        return [(shape, mask == "causal") for shape in self.chosen.shapes for mask in self.chosen.masks]
 
     def ahead(self) -> Ahead:
         jobs: list[tuple[Any, ...]] = []
@@ -317,7 +363,8 @@ class Derivatives(Experiment[tuple[str, bool]]):
             cell = Cell(shape, causal, self.device(), ())
             p, place = cell.prepared.problem, cell.prepared.place
             if self.chosen.tiles:
-                jobs += [(shape, causal, which, i) for which in CANDIDATES for i, _ in enumerate(launches_of(p, place, which))]
+                some = tiled(self.chosen.only)
+                jobs += [(shape, causal, what, i) for what in some for i, _ in enumerate(launches_of(p, place, what))]
             else:
                 cell.only = self.chosen.only
                 jobs += [(shape, causal, what) for what in cell.passes()]

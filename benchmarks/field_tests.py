@@ -2,10 +2,11 @@
 
     python benchmarks/field_tests.py TESTS [--wheels FOLDER] [--budget 220] [--jobs 12] [--seed 0] [--output FOLDER/cases.csv]
 
-TESTS is the folder `tests` of flash-attention, or `hopper` with those of version 3, fetched for the run (2.8.4 is the version
-whose names we speak); FOLDER holds wheels that the tests import and this Python lacks (einops, pytest).
-`flashtile.compat.install` is all that stands between the tests and us: nothing else is replaced. Test functions are called
-with values drawn from their own `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several
+TESTS is the folder `tests` of flash-attention, or `hopper` with those of version 3 (2.8.4 is the version whose names we
+speak), flashinfer's `tests/attention`, or FlashMLA's `tests`, renamed to `flash_mla`; all fetched for the run. FOLDER holds
+wheels that the tests import and this Python lacks (einops, pytest). `flashtile.compat.install` is all that stands between the
+tests and us; helpers by which flashinfer compiles its own kernels are absent, and skip (`field_suites.py`). Test functions are
+called with values drawn from their own `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several
 lengths; a process keeps its draws, so that each kernel is compiled by one. Writes a line for each case as soon as it is done,
 and counts.csv beside it at the end; prints counts and every failure.
 """
@@ -33,64 +34,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.experiment import Experiment, main_of
+from benchmarks.field_suites import DRAWS, FLASH_MLA, FLASHINFER, LIBRARIES, VERSION_2, adopt, is_huge, prepare
 from benchmarks.record import STARTED, Record, at_least_one, is_lost
 
-# By folder: the libraries whose names stand for us.
-LIBRARIES = {"tests": ("flash_attn",), "hopper": ("flash_attn", "flash_attn_interface")}
-# Of each test how many draws, and at most how many cases of each.
-VERSION_2: dict[str, dict[str, tuple[int, int]]] = {
-    "test_flash_attn.py": {
-        "test_flash_attn_output": (60, 12),
-        "test_flash_attn_varlen_output": (44, 12),
-        "test_flash_attn_qkvpacked": (24, 8),
-        "test_flash_attn_varlen_qkvpacked": (24, 8),
-        "test_flash_attn_causal": (16, 10),
-        "test_flash_attn_varlen_causal": (14, 10),
-        "test_flash_attn_splitkv": (14, 10),
-        "test_flash_attn_race_condition": (3, 2),
-        "test_flash_attn_bwd_overflow": (6, 5),
-        "test_flash_attn_bwd_transpose": (6, 4),
-        "test_flash_attn_bwd_varlen_overflow": (6, 1),
-        "test_flash_attn_deterministic": (10, 6),
-        "test_flash_attn_varlen_deterministic": (10, 6),
-        "test_flash_attn_kvcache": (48, 8),
-        "test_flash_attn_varlen_paged_kv_num_splits": (6, 2),
-        "test_flash_attn_kvcache_paged_block_table_bounds": (4, 1),
-        "test_flash_attn_generator_arg_must_be_none": (1, 1),
-    },
-    "test_rotary.py": {
-        "test_rotary_emb_func": (24, 1),
-        "test_rotary_emb_qkv": (6, 1),
-        "test_rotary_emb_kv": (12, 1),
-        "test_rotary_emb_varlen_func": (24, 1),
-        "test_compilation_count": (1, 1),
-    },
-    "losses/test_cross_entropy.py": {"test_cross_entropy_loss": (24, 1)},
-    "ops/triton/test_layer_norm.py": {"test_layer_norm": (40, 1), "test_layer_norm_linear": (10, 1)},
-    "ops/test_dropout_layer_norm.py": {
-        "test_dropout_layer_norm_training": (16, 1),
-        "test_dropout_layer_norm_eval": (8, 1),
-        "test_dropout_layer_norm_prenorm_training": (16, 1),
-        "test_dropout_layer_norm_prenorm_eval": (8, 1),
-        "test_dropout_layer_norm_subset_training": (12, 1),
-        "test_dropout_layer_norm_subset_prenorm_training": (12, 1),
-        "test_dropout_layer_norm_parallel_residual_training": (12, 1),
-        "test_dropout_layer_norm_parallel_residual_prenorm_training": (12, 1),
-        "test_dropout_layer_norm_randomness": (1, 1),
-    },
-    "ops/test_fused_dense.py": {"test_fused_linear_bias": (8, 1), "test_fused_mlp": (24, 1)},
-}
-VERSION_3: dict[str, dict[str, tuple[int, int]]] = {
-    "test_flash_attn.py": {
-        "test_flash_attn_output": (40, 8),
-        "test_flash_attn_varlen_output": (30, 8),
-        "test_flash_attn_kvcache": (60, 6),
-        "test_flash_attn_combine": (24, 4),
-        "test_flash_attn_varlen_combine_linearize": (1, 1),
-    },
-}
-DRAWS = {"tests": VERSION_2, "hopper": VERSION_3}
-LENGTHS = ("seqlen", "seqlen_q,seqlen_k", "swap_sq_sk", "kvpacked")  # axes that ask for few other kernels, or none
+LENGTHS = (  # axes that ask for few other kernels, or none
+    "seqlen", "seqlen_q,seqlen_k", "swap_sq_sk", "kvpacked", "b", "s_k", "is_varlen", "batch_size", "seq_len", "kv_len",
+    "kv_len_0", "kv_len_1", "kv_len_2", "qo_len", "unique_kv_len", "shared_kv_len", "window_left",
+)  # fmt: skip
 LAST_SECONDS = 15.0  # kept for a last case and the report
 SLOWEST_START = 25.0  # seconds; after so long before its deadline a process begins no new draw
 Case = tuple[str, str, dict[str, Any]]
@@ -122,20 +72,24 @@ def draw(file: str, name: str, test: Any, seed: int, counts: tuple[int, int]) ->
     for _ in range(4 * draws):
         first = assigned(fixed, tuple(dice.choice(values) for _, values in fixed))
         if len(made) < draws and repr(first) not in made:
-            chosen = dice.sample(lengths, min(most, len(lengths)))
-            made[repr(first)] = [(file, name, {**first, **assigned(free, values)}) for values in chosen]
+            cases = [(file, name, {**first, **assigned(free, values)}) for values in lengths]
+            cases = [case for case in cases if not is_huge(case[2])]
+            made[repr(first)] = dice.sample(cases, min(most, len(cases)))
     return list(made.values())
 
 
 def modules(folder: Path, files: list[str]) -> dict[str, Any]:
     """The test files, imported."""
     found: dict[str, Any] = {}
+    prepare(folder)
     for file in files:
         spec = importlib.util.spec_from_file_location(file.replace("/", "_").removesuffix(".py"), folder / file)
         assert spec is not None
         assert spec.loader is not None
         found[file] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = found[file]  # dataclasses look their modules up
         spec.loader.exec_module(found[file])
+        adopt(file, found[file])
     return found
 
 
@@ -148,7 +102,7 @@ def judge(test: Any, arguments: dict[str, Any]) -> tuple[str, str]:
 
     try:
         test(**arguments)
-    except pytest.skip.Exception as reason:
+    except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
         return "skipped", str(reason)
     except NotSupported as reason:
         return "refused", str(reason).splitlines()[-1].strip()
@@ -254,9 +208,11 @@ class FieldTests(Experiment[Path]):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("tests", type=Path, help="folder `tests` or `hopper` of flash-attention")
+        parser.add_argument("tests", type=Path, help="folder of tests, by whose name the library is known")
         parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
-        parser.add_argument("--file", nargs="+", default=[], choices=list(VERSION_2), help="by default all")
+        parser.add_argument(
+            "--file", nargs="+", default=[], choices=sorted({*VERSION_2, *FLASH_MLA, *FLASHINFER}), help="by default all"
+        )
         parser.add_argument("--only", default="", help="tests whose names have this in them")
         parser.add_argument("--jobs", type=at_least_one, default=12)
         parser.add_argument("--seed", type=int, default=0)
@@ -265,7 +221,7 @@ class FieldTests(Experiment[Path]):
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
         if chosen.tests.name not in DRAWS:
-            parser.error(f"TESTS is {chosen.tests}; it must be a folder named {' or '.join(DRAWS)}")
+            parser.error(f"TESTS is {chosen.tests}; it must be a folder named {', '.join(DRAWS)}")
         chosen.file = [file for file in chosen.file or DRAWS[chosen.tests.name] if file in DRAWS[chosen.tests.name]]
         missing = [file for file in chosen.file if not (chosen.tests / file).exists()]
         wheels = sorted(chosen.wheels.resolve().glob("*.whl")) if chosen.wheels else []

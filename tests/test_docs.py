@@ -42,12 +42,12 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
         "from tools.make_docs import *; page = lambda name: (ROOT / 'docs' / name).read_text();"
         "said = {'support.md': support(evidence.read(RESULTS)), 'benchmarks.md': full(), 'goals.md': goals.page(RESULTS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
-        " ('jax.md', jax), ('features.md', features), ('limits.md', limits))};"
+        " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers))};"
         "print(*sorted(said)); print(*(name for name, text in said.items() if text != page(name)))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    generated = "../README.md benchmarks.md explanation/numerics.md features.md goals.md jax.md limits.md support.md"
+    generated = "../README.md answers.md benchmarks.md explanation/numerics.md features.md goals.md jax.md limits.md support.md"
     assert done.stdout == f"{generated}\n\n", "run `make docs` for the pages of the second line"
 
 
@@ -124,6 +124,15 @@ def test_a_cache_has_run_where_a_row_of_pages_measured_it() -> None:
     assert told() == "run on (triton)"
     for change in (dict(provider="flashtile/contiguous"), dict(provider="sdpa"), dict(failure="off by 1"), dict(device="L40S")):
         assert told(**change) == "compiled for (triton)"
+
+
+def test_what_a_cache_s_table_says_to_have_run_is_of_caches_files_alone(tmp_path: Path) -> None:
+    from tools.cache_rows import measured
+
+    row = "model,provider,us,failure,device\nmla-16,flashtile/64,9,,NVIDIA H200\nmla-16,flashtile/64/e4m3,9,wrong,NVIDIA H200\n"
+    for stem in ("cached", "stored", "fp8"):
+        (tmp_path / f"{stem}-h200.csv").write_text(row.replace("64", {"cached": "16", "stored": "64", "fp8": "256"}[stem]))
+    assert measured(tmp_path) == {("NVIDIA H200", "triton", f"flashtile/{rows}/mla") for rows in (16, 64)}
 
 
 def test_rows_of_scripts_speak_by_their_files_names() -> None:

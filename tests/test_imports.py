@@ -136,6 +136,25 @@ for options in (None, flashtile.Options(backend="cpu")):
     out, lse = flashtile.attention(q, q, q, causal=True, score=score, return_lse=True, options=options)
     (out.sum() + lse.sum()).backward()
 assert out.isfinite().all() and q.grad.isfinite().all() and slopes.grad.isfinite().all()
+
+class Near(flashtile.Score):
+    name = "near"
+    @staticmethod
+    def apply(score, at, scalars, tensors):
+        return score - (at.q - at.k).abs().to(score.dtype)
+
+class Stripes(flashtile.Predicate):
+    name = "stripes"
+    @staticmethod
+    def apply(at, scalars, tensors):
+        return (at.q - at.k) // 2 % 2 == 0
+
+own = flashtile.attention(q, q, q, score=Near(), mask=Stripes() & flashtile.Band(right=0))
+ahead = (torch.arange(9)[:, None] - torch.arange(9))
+added = torch.where((ahead >= 0) & (ahead // 2 % 2 == 0), -ahead.abs().float(), -torch.inf)
+heads = q.transpose(1, 2)
+theirs = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=added)
+assert torch.allclose(own.transpose(1, 2), theirs, atol=1e-6)
 try:
     flashtile.attention(q, q, q, options=flashtile.Options(backend="triton"))
 except flashtile.NotSupported as refusal:

@@ -60,7 +60,7 @@ def measured(folder: Path) -> set[tuple[str, str, str]]:
     /mla.
     """
     found: set[tuple[str, str, str]] = set()
-    for path in sorted(folder.glob("cached-*.csv")):
+    for path in sorted([*folder.glob("cached-*.csv"), *folder.glob("stored-*.csv")]):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if row.get("us") and not row.get("failure"):
@@ -89,12 +89,13 @@ def table(folder: Path) -> list[str]:
             cells.append(f"{'run on' if ran else 'compiled for'} ({name})")
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     hopper = dispatch.backend_named("hopper")
-    lines += ["", "What Hopper's kernel leaves to the portable ones there, and why:", ""]
+    lines += ["", "### What Hopper's kernel of a cache leaves to the portable ones", ""]
     lines += ["| feature | why |", "| --- | --- |"]
     for feature, problem, _ in ROWS:
         reasons = hopper.unsupported_cached(problem, named("sm90"))
         lines += [f"| {feature} | {'; '.join(reasons)} |"] if reasons else []
-    lines += ["", "Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
+    lines += ["", "### Gradients", ""]
+    lines += ["Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
     lines += ["over gathered keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
 

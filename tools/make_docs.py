@@ -100,6 +100,11 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,used=k),pages=64x16x64,split=512)",
         "auto",
     ),
+    (
+        "paged cache, a window and sinks",
+        "cached(attention(q=4x1x8x128,kv=1024x2x128,bf16,band=127:0,sink=8:fp32,used=k),pages=64x16x64,split=512)",
+        "auto",
+    ),
 )
 PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
 
@@ -250,6 +255,32 @@ def limits(text: str) -> str:
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 
 
+def answers(text: str) -> str:
+    """The page of answers with README's figures, and those of pages that it links to."""
+    fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
+    shapes, wide = (fast[front_page.SUITES[stem]] for stem in ("hopper-fa3-paper", "hopper-mla"))
+    forward, both = jax_peers["jax.nn/cudnn"]
+    parts = {
+        "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
+        "cpu16": slow["16-bit backward on a CPU"][0],
+        "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
+        "decoding": script_tables.decoding(RESULTS),
+        "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
+        "wide": f"{wide[1]}, {wide[2]}",
+        "peers": f"{forward} of our forward's time, and {both} with its backward",
+        "field": front_page.field_tests(RESULTS),
+    }
+    for name, part in parts.items():
+        text = replaced(text, name, part)
+    return text
+
+
+def cells_of(table: str) -> dict[str, list[str]]:
+    """The rows of a table of markdown: first cell -> the others."""
+    rows = (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| "))
+    return {first: rest for first, *rest in rows}
+
+
 def is_shown(file: Path) -> bool:
     return file.stem.rpartition("-")[0] in SHOWN
 
@@ -273,7 +304,7 @@ def main() -> None:
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
     generated = {
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
-        "docs/limits.md": limits,
+        "docs/limits.md": limits, "docs/answers.md": answers,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name

@@ -19,7 +19,7 @@ GROUPS = {  # heading -> rows of the table below it, in this order
     ),
     "Lengths": (
         "varlen", "varlen, gradient of a bias", "varlen, a bias of every score", "padding (seqused)", "one query",
-        "paged cache, forward",
+        "paged cache, forward", "paged cache, a window and sinks",
     ),
 }  # fmt: skip
 REST = "Backwards and derivatives"

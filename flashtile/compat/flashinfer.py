@@ -294,14 +294,18 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
         head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        logits_soft_cap: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None,
+        logits_soft_cap: float | None = None, q_data_type: Any = None, kv_data_type: Any = None, o_data_type: Any = None,
         data_type: Any = None, sm_scale: float | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
         **others: Any,
     ) -> None:  # fmt: skip
-        """indptr: int32 (requests + 1,), where each one's page numbers begin in indices; last_page_len: keys in its last."""
+        """indptr: int32 (requests + 1,), where each one's page numbers begin in indices; last_page_len: keys in its last.
+
+        data_type is q_data_type and kv_data_type, where they are not given; without it queries are float16, and keys as they.
+        """
         how = _How("plan", True, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
-        q_data_type = q_data_type if data_type is None else data_type
-        self._plan_how(how, q_data_type, kv_data_type if data_type is None else data_type, o_data_type, disable_split_kv)
+        q_data_type, kv_data_type = (data_type if one is None else one for one in (q_data_type, kv_data_type))
+        q_data_type = "float16" if q_data_type is None else q_data_type
+        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
         self._plan_pages(indptr, indices, last_page_len, page_size, self._buffers["indices"])
         self._per_request = q_len_per_req
 

@@ -83,6 +83,9 @@ FLASHINFER_PREFILL = (
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "single_prefill_with_kv_cache",
 )  # fmt: skip
 FLASHINFER_CASCADE = ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states")
+FLASHINFER_SHARED = (
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+)  # fmt: skip
 FLASHINFER_MLA = ("BatchMLAPagedAttentionWrapper",)
 FLASHINFER_PAGE = ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens")
 
@@ -143,11 +146,12 @@ TREES: dict[str, dict[str, Sources]] = {
     "flashinfer": {
         "flashinfer": (
             ("flashinfer", (*FLASHINFER_DECODE, *FLASHINFER_PREFILL, *FLASHINFER_CASCADE, *FLASHINFER_PAGE)),
+            ("flashinfer_shared", FLASHINFER_SHARED),
             ("flashinfer_mla", FLASHINFER_MLA),
         ),
         "flashinfer.decode": (("flashinfer", FLASHINFER_DECODE),),
         "flashinfer.prefill": (("flashinfer", FLASHINFER_PREFILL),),
-        "flashinfer.cascade": (("flashinfer", FLASHINFER_CASCADE),),
+        "flashinfer.cascade": (("flashinfer", FLASHINFER_CASCADE), ("flashinfer_shared", FLASHINFER_SHARED)),
         "flashinfer.page": (("flashinfer", FLASHINFER_PAGE),),
         "flashinfer.mla": (("flashinfer_mla", FLASHINFER_MLA),),
     },

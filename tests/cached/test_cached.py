@@ -60,21 +60,26 @@ def test_an_items_bits_do_not_depend_on_its_batch(backend: str, place: torch.dev
     assert torch.equal(apart[1][:1], joined[1])
 
 
-@pytest.mark.parametrize("keys", [100, 512])
-def test_places_for_parts_that_are_not_there_change_no_bit(keys: int, device: torch.device, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("keys", "rows", "places"), [(100, 512, 4), (512, 512, 4), (1000, 1024, 8)])
+def test_places_for_parts_that_are_not_there_change_no_bit(
+    keys: int, rows: int, places: int, device: torch.device, monkeypatch: Any
+) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     generator = torch.Generator().manual_seed(1)
-    k, v = (torch.randn(2, 512, 1, 16, generator=generator).to(device) for _ in "kv")
+    k, v = (torch.randn(2, rows, 1, 16, generator=generator).to(device) for _ in "kv")
     q = torch.randn(2, 1, 2, 16, generator=generator).to(device)
     used, options = torch.tensor([keys, 300], device=device), flashtile.Options(backend="triton")
+    real, planned = decoding.loaded_of, list[tuple[int, int]]()
+    monkeypatch.setattr(decoding, "loaded_of", lambda *given: planned.append(real(*given)) or planned[-1])
 
     def run() -> torch.Tensor:
         flashtile.cache_clear()
         return flashtile.attention_cached(q, k, v, seqused_k=used, split=128, options=options)
 
     few = run()
-    monkeypatch.setattr(decoding, "FEW_PARTS", 0)
+    monkeypatch.setattr(decoding, "FEW_PARTS", 16)
     assert torch.equal(run(), few)
+    assert planned == [(places, 1), (16, 1)]
     flashtile.cache_clear()
 
 
@@ -167,17 +172,21 @@ def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-def test_columns_of_the_sum_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Of the launch that adds parts up: fewer where multiprocessors are idle."""
+@pytest.mark.parametrize("split", [256, 512])
+def test_the_shape_of_the_sums_programs_changes_no_bit(
+    split: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Of the launch that adds parts up: sums side by side, or fewer columns, where multiprocessors are idle."""
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(2, 3000, 1, 64, generator=generator).half().to(device) for _ in "kv")
     used = torch.tensor([3000, 1400], dtype=torch.int32, device=device)
     q = torch.randn(2, 1, 4, 64, generator=generator).half().to(device)
-    how: dict[str, Any] = dict(seqused_k=used, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    how: dict[str, Any] = dict(seqused_k=used, split=split, return_lse=True, options=flashtile.Options(backend="triton"))
     made: list[tuple[torch.Tensor, ...]] = []
     calls: list[Any] = []
     plain = decoding.combine_call
-    for count in (1, 1000):
+    for count, side_by_side in ((1, 4), (1000, 4), (1000, 2), (1000, 1)):
+        monkeypatch.setattr(decoding, "ABREAST", side_by_side)
 
         def combine(problem: Any, packing: Any, tile: Any, together: int, place: Any, count: int = count) -> Any:
             calls.append(plain(problem, packing, tile, together, replace(place, sm_count=count)))
@@ -187,5 +196,9 @@ def test_columns_of_the_sum_change_no_bit(monkeypatch: pytest.MonkeyPatch, devic
         dispatch.plan_cached.cache_clear()
         operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
         made.append(flashtile.attention_cached(q, k, v, **how))
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    assert [dict(call.constants)["COLUMNS"] for call in calls] == [64, 32]
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
+    shapes = [(call.grid, dict(call.constants)) for call in calls]
+    assert [(grid, how["ABREAST"], how["COLUMNS"]) for grid, how in shapes] == [
+        ((2, 1, 1), 1, 64), ((2, 4, 1), 4, 64), ((2, 4, 1), 2, 64), ((2, 1, 2), 1, 32),
+    ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -27,7 +28,7 @@ from flashtile import InvalidProblem, NotSupported
 from flashtile.compat.sdpa import scaled_dot_product_attention
 from flashtile.distributed import Context, attention, shard
 from flashtile.integrations import megatron, torchtitan
-from flashtile.torch.call.sharded import MODULE
+from flashtile.torch.call.sharded import MODULE, over_ranks
 from tests.distributed.cases import CU, STRETCH, WIDTHS, data
 
 
@@ -133,6 +134,8 @@ def shards_of_torchs_context_parallel_are_not_taken_for_the_whole(device: Any = 
                 call()
         with refused:
             compiled(*shards)  # whose graph was made outside
+        with over_ranks(), ThreadPoolExecutor(1) as another, refused:  # what one thread knows another does not
+            another.submit(calls[0]).result()
         home = sys.modules[MODULE]
         names = {name: vars(home)[name] for name in ("_cp_options", "_replaced_functions", "custom_ops")}
         try:

@@ -84,12 +84,13 @@ def rank_main(number: int, kind: str, folder: Path) -> None:
         if late:
             continue
         torch.manual_seed(0)
+        started = time.perf_counter()
         try:
             found[name] = task() or ""
         except BaseException:  # pytest's own failures are no Exceptions
             found[name] = traceback.format_exc()
-        if found[name]:
-            print(f"WRONG, rank {rank}, {name}: {found[name]}", flush=True)
+        told = f"WRONG, rank {rank}, {name}: {found[name]}" if found[name] else f"right, rank {rank}, {name}"
+        print(f"{told}, {time.perf_counter() - started:.0f} s", flush=True)  # at once: a run may be cut
         (folder / f"{pair}-{rank}.json").write_text(json.dumps(found))
         dist.barrier()
     print(f"pair {pair}, rank {rank}: {len(found)} in {time.perf_counter() - began:.0f} s", flush=True)

@@ -118,14 +118,14 @@ def noting(log: list[str], home: Any, name: str, word: Callable[..., str]) -> An
     return patch.object(home, name, note)
 
 
-def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
-    """The same bits as at once; all groups' keys are sent first, and a group's gradients before those of the next are made."""
+def keys_are_under_way_while_others_are_attended() -> None:
+    """Calls wait for the keys that they see, and their gradients go before the next is made. By groups the same bits."""
     log: list[str] = []
     noted = partial(noting, log)
     notes = (
         noted(Gathering, "__init__", lambda *_: "begin"), noted(Gathering, "arrived", lambda *_: "here"),
         noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
-        noted(Returning, "begin", lambda _, group, *__: f"return {group}"),
+        noted(Returning, "begin", lambda _, group, stage, *__: f"return {group}.{stage}"),
         noted(Returning, "arrived", lambda _, group, *__: f"sum {group}"),
     )  # fmt: skip
     context, d = Context(None, "allgather", "zigzag"), data(torch.bfloat16, 4)
@@ -138,7 +138,7 @@ def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
             log.clear()
             leaves = [t.detach().requires_grad_() for t in local]
             out = attention(*leaves, context=context, causal=True)
-            forward = ["begin"] * groups + ["here", "attend", "attend"] * groups
+            forward = ["begin"] * groups + ["here", "attend", "here", "attend"] * groups
             assert log == forward, log
             (alone,) = torch.autograd.grad(out.sum(), leaves[0], retain_graph=True)  # without the gradients of keys
             for _ in range(2):
@@ -147,7 +147,8 @@ def keys_by_groups_of_heads_are_under_way_while_others_are_computed() -> None:
                 assert torch.equal(made[groups][1], alone)
         backward = list[str]()
         for i in range(groups)[::-1]:
-            backward += ["differentiate", "differentiate", f"return {i}", *([f"sum {i + 1}"] if i + 1 < groups else [])]
+            backward += ["differentiate", f"return {i}.1", "differentiate", f"return {i}.0"]
+            backward += [f"sum {i + 1}"] * (i + 1 < groups)
         assert log == [*backward, "sum 0"], log
         for one, other in zip(made[1], made[groups], strict=True):
             assert torch.equal(one, other)
@@ -185,6 +186,10 @@ def heads_by_groups_are_under_way_while_others_are_computed() -> None:
         noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
     )  # fmt: skip
     d = data(torch.bfloat16, 8)
+
+    def in_turn(compute: str, groups: int) -> list[str]:
+        return ["here", compute, "leave"] + ["here", compute, "leave", "there"] * (groups - 1) + ["there"]
+
     for layout in ("contiguous", "zigzag", "striped"):
         context = Context(None, "ulysses", layout)
         local, made = [shard(t, context) for t in (d.q, d.k, d.v)], dict[int, list[torch.Tensor]]()
@@ -195,12 +200,11 @@ def heads_by_groups_are_under_way_while_others_are_computed() -> None:
                 log.clear()
                 leaves = [t.detach().requires_grad_() for t in local]
                 out = attention(*leaves, context=context, causal=True)
-                assert log == ["begin"] * groups + ["here", "attend", "leave"] * groups + ["there"] * groups, log
+                assert log == ["begin"] * groups + in_turn("attend", groups), log
                 for _ in range(2):
                     log.clear()
                     made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
-                backward = ["begin"] * groups + ["here", "differentiate", "leave"] * groups + ["there"] * groups
-                assert log == backward, log
+                assert log == ["begin"] * groups + in_turn("differentiate", groups), log
             for one, other in zip(made[1], made[groups], strict=True):
                 assert torch.equal(one, other)
 

@@ -30,7 +30,7 @@ from tests.distributed.volumes import (
     degrees_of_diffusers,
     heads_by_groups_are_under_way_while_others_are_computed,
     heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
-    keys_by_groups_of_heads_are_under_way_while_others_are_computed,
+    keys_are_under_way_while_others_are_attended,
 )
 
 
@@ -51,7 +51,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             drawn_calls_are_those_of_one_process,
             *(ENGINES if ranks == 2 else ()),
             *(OF_TWO if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
-            *((keys_by_groups_of_heads_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
+            *((keys_are_under_way_while_others_are_attended,) if ranks == 2 else ()),
             *((heads_by_groups_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
         )

@@ -12,6 +12,9 @@ import torch
 
 import flashtile
 from flashtile import Options, quantize
+from flashtile.kernels.portable.quantize import QuantizeProblem, plan_quantize
+from flashtile.plan.call import KernelCall
+from flashtile.plan.device import H100
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.api.quantize import Quantized, quantised, quantised_by_kernel
 from flashtile.torch.call.lengths import given_lengths
@@ -120,6 +123,20 @@ def test_the_kernel_stores_what_the_formula_does(device: torch.device, dtype: to
         both = both if counts is None else [t[counts] for t in both]
         assert torch.equal(both[0].isnan(), both[1].isnan())
         assert torch.equal(*(t.nan_to_num() for t in both))
+
+
+def test_many_empty_items(device: torch.device) -> None:
+    """More scales than tiles have programs: each is stored, and what lies behind the rows is not touched."""
+    memory = torch.full((40, 1, 64), 7.0, dtype=torch.float16, device=device)
+    starts = torch.tensor([0] * 200 + [3] * 99 + [10], dtype=torch.int32)
+    given, x = given_lengths(cu_seqlens_q=starts, cu_seqlens_k=starts), memory[None, :10]
+    memory[:10] = torch.randn(10, 1, 64, generator=torch.Generator().manual_seed(3)).half().to(device)
+    wanted, scale = quantised(x.cpu(), given, "k")
+    found, found_scale = quantised_by_kernel(x, _moved(given, device), "k", None)
+    assert torch.equal(found_scale.cpu(), scale)
+    assert torch.equal(found.cpu().float(), wanted.float())
+    problem = QuantizeProblem(1, 10, 1, 64, "fp16", 299, named=True)
+    assert {call.grid for call in plan_quantize(problem, H100).calls if isinstance(call, KernelCall)} == {(1, 1, 1)}
 
 
 def _moved(given: Any, place: torch.device) -> Any:

@@ -1,6 +1,6 @@
 """Random cases of second derivatives and statistics by kernels, judged beside plain PyTorch in the same dtype.
 
-    python -m tests.torch.derivative_cases [--cases 640] [--processes 16] [--budget 600]
+    python -m tests.torch.derivative_cases [--cases 640] [--first 0] [--processes 16] [--budget 600]
 
 Few variants, which decide what is compiled, and many sizes. Of each case: the tangents of out and lse, the gradients' tangents
 (forward over reverse), double backward (with what goes back to the upstream gradient), and statistics with the entropy's
@@ -183,11 +183,11 @@ def moved_to_cpu(value: Any) -> Any:
     return value
 
 
-def run(variants: Sequence[int], cases: int, budget: float) -> int:
-    """The number of cases that are wrong, each told, of so many of each variant, or of as many as fit into so many seconds."""
+def run(variants: Sequence[int], cases: int, budget: float, first: int = 0) -> int:
+    """The number of cases that are wrong, each told: so many of a variant from seed `first` on, or what the budget allows."""
     device, failed, done = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0, 0
     start = time.monotonic()
-    for seed in range(cases):
+    for seed in range(first, first + cases):
         for variant in variants:
             if time.monotonic() - start > budget:
                 break
@@ -206,6 +206,7 @@ def run(variants: Sequence[int], cases: int, budget: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=640)
+    parser.add_argument("--first", type=int, default=0, help="each variant's first seed")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument("--variants", type=int, nargs="*", help="in this process alone")
@@ -217,7 +218,7 @@ def main() -> int:
             from tests.interpreter import hasten
 
             hasten()
-        return int(run(asked.variants, each, asked.budget) > 0)
+        return int(run(asked.variants, each, asked.budget, asked.first) > 0)
     shares = [list(range(i, len(VARIANTS), asked.processes)) for i in range(min(asked.processes, len(VARIANTS)))]
     command = [
         sys.executable,
@@ -225,6 +226,8 @@ def main() -> int:
         "tests.torch.derivative_cases",
         "--cases",
         str(asked.cases),
+        "--first",
+        str(asked.first),
         "--budget",
         str(asked.budget),
         "--variants",

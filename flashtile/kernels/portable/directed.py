@@ -12,6 +12,8 @@ from flashtile.kernels.device.score import chain
 from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
+from flashtile.kernels.portable.backward import attention_convert
+from flashtile.kernels.portable.choose import CONVERT
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
 from flashtile.kernels.portable.statistics import (
     attention_entropy_keys,
@@ -23,18 +25,19 @@ from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
-from flashtile.plan.buffers import entropy_buffers, second_buffers, statistics_buffers, tangent_buffers
+from flashtile.plan.buffers import entropy_buffers, second_buffers, shapes, statistics_buffers, tangent_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
+from flashtile.problem.lengths import ALIKE
 from flashtile.triton_glue import language as _triton
 
 Launches = dict[Pass, Launch]
 MOST_COLUMNS = 256  # of a head: beyond, the smallest tiles' operands fit neither shared memory nor registers
 
 INTERPRETED: dict[Pass, Launch] = {
-    "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32),
+    "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32), "second_fused": Launch(16, 32),
 }  # fmt: skip
 # Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. Of
 # 64 columns the fastest of five (an H200, 2026-11-29: 1 x 8192, 32 heads, full, ms: tangent 2.888, 3.159 with 128 x 64; queries
@@ -49,6 +52,11 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "second_queries": {
         64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
         128: (Launch(128, 32, 8, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
+        256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
+    },
+    "second_fused": {
+        64: (Launch(64, 128, 8, 3, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
+        128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_keys": {
@@ -138,7 +146,9 @@ def plan_tangent(p: AttentionProblem, device: Device, direction: Direction, laun
 def plan_second(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
     """A tangent pass, which leaves what is known of rows, then a pass over queries and one over keys."""
     p = p.listed
-    chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
+    fused = "second_fused" in (launches or {}) and direction.wanted >= {"q", "k", "v"}
+    passes: tuple[Pass, ...] = ("tangent", "second_fused") if fused else ("tangent", "second_queries", "second_keys")
+    chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in passes}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
     buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
@@ -153,20 +163,35 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     inputs = ("q", "k", "v", there("tq"), there("tk"), there("tv"), there("dout"), there("tdout"), "rows")
     wanted = {n: f"d{n}" if n in direction.wanted else None for n in "qkv"}
     strides = (
-        "q", "k", "v", wanted["q"] or "q", wanted["v"] or "v", there("tq") or "q", there("tk") or "k", there("tv") or "v",
-        there("dout") or "q", there("tdout") or "q", wanted["k"] or "k",
+        "q", "k", "v", "dq_sum" if fused else wanted["q"] or "q", wanted["v"] or "v", there("tq") or "q", there("tk") or "k",
+        there("tv") or "v", there("dout") or "q", there("tdout") or "q", wanted["k"] or "k",
     )  # fmt: skip
-    if "q" in direction.wanted:
+    if fused:
+        buffers.append(Buffer("dq_sum", shapes(p)["q"], sum_dtype, "scratch", zeroed=True))
+        calls.append(_call(attention_second_keys, p, device, direction, chosen["second_fused"], "second_fused", schedules,
+                           inputs, ("dk", "dv", "dq_sum"), strides))  # fmt: skip
+        calls.append(_convert_call(p, sum_dtype))
+    elif "q" in direction.wanted:
         calls.append(_call(attention_second_queries, p, device, direction, chosen["second_queries"], "second_queries",
                            schedules, inputs, "dq", strides))  # fmt: skip
-    if direction.wanted & {"k", "v"}:
+    if not fused and direction.wanted & {"k", "v"}:
         calls.append(_call(attention_second_keys, p, device, direction, chosen["second_keys"], "second_keys", schedules,
-                           inputs, (wanted["k"], wanted["v"]), strides))  # fmt: skip
+                           inputs, (wanted["k"], wanted["v"], None), strides))  # fmt: skip
     if sunk:
         args = (Pointer("partial.sink"), None, Pointer("dsink"), tiles, p.heads_q)
         calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
     notes = tuple(f"{which} tile {launch.spell()}" for which, launch in chosen.items())
     return Plan(p, "triton", "", (*buffers, *schedules.buffers), (*schedules.calls, *calls), notes)
+
+
+def _convert_call(p: AttentionProblem, sum_dtype: str) -> KernelCall:
+    """dq of its sum: all rows of the tensors alike, whatever items they belong to."""
+    plain = replace(p, score=(), sink=None, dropout=None, where=(), blocks=None, batch=p.slabs, seqlen_q=p.span_q,
+                    seqlen_k=p.span_k, lengths=ALIKE)  # fmt: skip
+    tile = make_tile(plain, replace(CONVERT, products="float64" if sum_dtype == "fp64" else "unit"), "queries")
+    args = (Pointer("dq_sum"), Pointer("dq"), (Strides("dq_sum"), Strides("dq")), p.span_q, p.heads_q, p.scale_value)
+    grid = (most_tiles(p.span_q, p.slabs, CONVERT.block_q, False) * p.heads_q, 1, 1)
+    return KernelCall(attention_convert, grid, args, (("T", tile),), CONVERT.num_warps, CONVERT.num_stages)
 
 
 # Tiles of statistics and of the entropy's gradient by the kind of pass and the tile's columns, which hold no values; not timed.
@@ -175,6 +200,10 @@ LIGHT: dict[tuple[Pass, int], Launch] = {
     (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
     (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
+MASS_KEYS = 128  # of which a program has one product; where its tile has more, it goes by parts
+# A mass of so few queries that each program has one step of them: more programs at once hide what it waits for. An H200,
+# 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full and causal: 21 and 26 us, 27 and 35 with the tile above.
+FEW = Launch(64, 128, 4, 1, 8)
 # By spills of the entropy's pass over keys (Triton 3.6.0), bytes: sm100 1,760 and 1,248 with the tiles above, 16 and 208 with
 # these; gfx942 1,936 and 828, 0 and 0.
 LIGHT_ELSEWHERE: dict[tuple[str, Pass, int], Launch] = {
@@ -183,12 +212,14 @@ LIGHT_ELSEWHERE: dict[tuple[str, Pass, int], Launch] = {
 }  # fmt: skip
 
 
-def choose_light(p: AttentionProblem, device: Device, which: Pass) -> Launch:
-    """The tile of a pass of statistics."""
+def choose_light(p: AttentionProblem, device: Device, which: Pass, last: int = 0) -> Launch:
+    """The tile of a pass of statistics; last: of how many last queries mass is, 0 for all."""
     kind, width = products(p, device, which), max(padded(p)[0], 64)
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], products=kind)
     launch = FP32[width][-1] if p.dtype is DType.FP32 else LIGHT[which, width]
+    if p.dtype is not DType.FP32 and 0 < last <= launch.block_q and width == 64 and device.kind == "cuda" and device.arch == 90:
+        return replace(FEW, products=kind)
     if p.dtype is not DType.FP32 and (device.kind == "hip" or (device.kind == "cuda" and device.arch >= 100)):
         launch = LIGHT_ELSEWHERE.get((device.kind, which, width), launch)
     return replace(launch, products=kind)
@@ -201,21 +232,26 @@ def refusals_of_entropy(p: AttentionProblem, device: Device, direction: Directio
     ]
 
 
-def plan_statistics(p: AttentionProblem, device: Device, direction: Direction) -> Plan:
-    """A launch for what is known of rows, one for the mass of keys. Lists of blocks, which repeat the mask, are not read."""
+def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
+    """A launch for what is known of rows, one for the mass of keys; `launches` overrides their tiles.
+
+    Lists of blocks, which repeat the mask, are not read.
+    """
     p = replace(p, blocks=None)
     schedules, calls, notes, sink = Schedules(p), list[KernelCall](), list[str](), None if p.sink is None else "sink"
     made = tuple(n if n in direction.wanted else None for n in ("peak", "entropy"))
     if any(made):
-        launch = choose_light(p, device, ROWS)
+        launch = (launches or {}).get(ROWS) or choose_light(p, device, ROWS)
         arrives = "g" if made[1] else ""
         calls.append(_light_call(attention_statistics, p, device, launch, ROWS, schedules, ("q", "k", sink), made,
                                  ("q", "k", sink or "q"), arrives=arrives))  # fmt: skip
         notes.append(f"statistics tile {launch.spell()}")
     if "mass" in direction.wanted:
-        launch = choose_light(p, device, KEYS)
-        calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
-                                 heads=p.heads_q, more=(direction.last,)))  # fmt: skip
+        launch = (launches or {}).get(KEYS) or choose_light(p, device, KEYS, direction.last)
+        call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
+                           heads=p.heads_q, more=(direction.last,))  # fmt: skip
+        parts = -(-launch.block_k // MASS_KEYS)
+        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

@@ -48,12 +48,11 @@ class QuantizeTile:
 
 
 @jit
-def wide_tile(in_ptrs, strides, span, heads, T: tl.constexpr):
-    """(x less its mean in float32, items, rows, head, slab) of this program's rows; 0 and -1 where there is none."""
+def wide_tile(number, in_ptrs, strides, span, heads, T: tl.constexpr):
+    """(x less its mean in float32, items, rows, head, slab) of the rows of a tile; 0 and -1 where there is none."""
     ROWS: tl.constexpr = T.rows
     COLUMNS: tl.constexpr = T.columns
     tiles = tl.cdiv(span, ROWS)
-    number = tl.program_id(0)
     head, tile, slab = number % heads, number // heads % tiles, number // heads // tiles
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < span)[:, None] & (column < T.head_dim)[None, :]
@@ -75,7 +74,7 @@ def quantize_largest(in_ptrs, top_ptr, strides, span, heads, T: tl.constexpr):
 
     in_ptrs = (x, items of rows or None, mean or None).
     """
-    x, item, _, head, _ = wide_tile(in_ptrs, strides, span, heads, T)
+    x, item, _, head, _ = wide_tile(tl.program_id(0), in_ptrs, strides, span, heads, T)
     size = tl.abs(x)
     most = tl.max(tl.where(size < float("inf"), size, 0.0), 1)  # NaN is below nothing
     most = tl.where(item >= 0, most, 0.0).to(tl.int32, bitcast=True)  # of numbers that are not negative bits rise as they do
@@ -95,26 +94,37 @@ def scale_of_top(bits):
     return tl.where(top > 0.0, tl.maximum(scale, LEAST_SCALE), 1.0)
 
 
+@jit
+def quotient(x, scale):
+    """x over its row's scale, rounded once: the reciprocal's product, and what that leaves (Markstein). inf becomes NaN."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    near = x * inverse
+    return tl.fma(tl.fma(-near, tl.broadcast_to(scale[:, None], x.shape), x), tl.broadcast_to(inverse, x.shape), near)
+
+
 @jit(do_not_specialize=["span", "count"])
 def quantize_store(in_ptrs, top_ptr, out_ptrs, strides, span, heads, count, T: tl.constexpr):
     """y: e4m3 of x over its scale; the `count` scales. Rows that do not count are over 1, and hold whatever they come to.
+
+    What the pass before read last comes first: the cache still holds it.
 
     out_ptrs = (y, scale); strides of x, of the rows' items or None, of y.
     """
     ROWS: tl.constexpr = T.rows
     COLUMNS: tl.constexpr = T.columns
     NATIVE: tl.constexpr = T.native
-    x, item, row, head, slab = wide_tile(in_ptrs, strides, span, heads, T)
+    x, item, row, head, slab = wide_tile(tl.num_programs(0) - 1 - tl.program_id(0), in_ptrs, strides, span, heads, T)
     at = tl.maximum(item, 0).to(tl.int64) * heads + head
     scale = scale_of_top(tl.load(top_ptr + at, mask=item >= 0, other=0))
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    x = quotient(x, scale)
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))  # e4m3 has no infinity
     inside = (row < span)[:, None] & (tl.arange(0, COLUMNS) < T.head_dim)[None, :]
     line = out_ptrs[0] + head_offset(slab, head, strides[2]) + (row - tl.arange(0, ROWS)).to(tl.int64)[:, None] * strides[2][1]
     tl.store(line + tile_offsets(strides[2], ROWS, COLUMNS), as_bytes(x, NATIVE), mask=inside)
-    number = tl.program_id(0) * 128 + tl.arange(0, 128)
-    made = scale_of_top(tl.load(top_ptr + number, mask=number < count, other=0))
-    tl.store(out_ptrs[1] + number, made, mask=number < count)
+    for start in range(tl.program_id(0) * 128, count, tl.num_programs(0) * 128):
+        number = start + tl.arange(0, 128)
+        made = scale_of_top(tl.load(top_ptr + number, mask=number < count, other=0))
+        tl.store(out_ptrs[1] + number, made, mask=number < count)
 
 
 def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
@@ -123,14 +133,13 @@ def plan_quantize(p: QuantizeProblem, device: Device) -> Plan:
     columns = 1 << (p.head_dim - 1).bit_length()
     native = device.kind == "cuda" and device.arch >= FIRST_FP8 and not INTERPRETED
     tile = QuantizeTile(max(16, ELEMENTS // columns), columns, p.head_dim, native)
-    programs = max(-(-p.span // tile.rows) * p.slabs * p.heads, -(-count // 128))
+    grid = (-(-p.span // tile.rows) * p.slabs * p.heads, 1, 1)
     given = (Pointer("x"), Pointer("item") if p.named else None, Pointer("mean") if p.shifted else None)
     strides = (Strides("x"), Strides("item") if p.named else None, Strides("y"))
     constants = (("T", tile),)
     calls = (
-        KernelCall(quantize_largest, (-(-p.span // tile.rows) * p.slabs * p.heads, 1, 1),
-                   (given, Pointer("top"), strides, p.span, p.heads), constants, 4, 1),
-        KernelCall(quantize_store, (programs, 1, 1),
+        KernelCall(quantize_largest, grid, (given, Pointer("top"), strides, p.span, p.heads), constants, 4, 1),
+        KernelCall(quantize_store, grid,
                    (given, Pointer("top"), (Pointer("y"), Pointer("scale")), strides, p.span, p.heads, count), constants, 4, 1),
     )  # fmt: skip
     buffers = [Buffer("x", shape, p.dtype, "input")]

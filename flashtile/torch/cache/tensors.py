@@ -10,7 +10,7 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
-from flashtile.torch.execute.bound import DTYPES
+from flashtile.torch.execute.bound import DTYPES, check_device
 from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
@@ -27,6 +27,7 @@ def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q
             rank, meant = (3, "(total, heads, head_dim)") if packed else (4, "(batch, seqlen, heads, head_dim)")
         if tensor.dim() != rank:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must be {meant}.")
+        check_device(called, tensor.device)
         stores = tensor.dtype in STORED and (called != name or q is k_cache)  # a PagedCache asks without a q
         if tensor.dtype not in DTYPES and not stores:
             bits = "" if called == name else ", or of 8 bits float8_e4m3fn, float8_e5m2 or int8"

@@ -12,7 +12,7 @@ from flashtile.problem.number import plain, told
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.call.lengths import Given
-from flashtile.torch.execute.bound import DEVICES, DTYPE_NAMES, DTYPES
+from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES, check_device
 
 
 def modifiers(score: Any) -> Any:
@@ -99,8 +99,7 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None, stored: bool = Fa
             raise InvalidProblem(f"{name} has shape {shape}; it must be {size}.")
         if not stored and tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64.")
-        if tensor.device.type not in DEVICES:
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
+        check_device(name, tensor.device)
         if not stored and tensor.dtype != q.dtype:
             raise InvalidProblem(f"{name} is {tensor.dtype} and q is {q.dtype}; q, k and v must have one dtype.")
         if tensor.device != q.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +15,7 @@ from flashtile.errors import NotSupported
 
 HOME = "torch.distributed.tensor.experimental"
 MODULE = f"{HOME}._context_parallel._attention"
-_over_ranks = 0  # calls under way that know of ranks
+_over_ranks = ContextVar("a call under way knows of ranks", default=False)  # of this thread
 
 
 def is_replaced() -> bool:
@@ -25,12 +26,11 @@ def is_replaced() -> bool:
 @contextmanager
 def over_ranks() -> Generator[None]:
     """Within it q, k and v are shards, and the caller knows."""
-    global _over_ranks
-    _over_ranks += 1
+    token = _over_ranks.set(True)
     try:
         yield
     finally:
-        _over_ranks -= 1
+        _over_ranks.reset(token)
 
 
 def refuse_shards(distributed: bool = False) -> None:
@@ -43,7 +43,7 @@ def refuse_shards(distributed: bool = False) -> None:
     """
     home: Any = sys.modules.get(MODULE)
     replaced = is_replaced() and F.scaled_dot_product_attention.__module__.startswith(HOME)
-    if _over_ranks or not (replaced or (distributed and _handles(home))):
+    if _over_ranks.get() or not (replaced or (distributed and _handles(home))):
         return
     balanced = getattr(getattr(home, "_cp_options", None), "enable_load_balance", None)
     if distributed and balanced is False:  # contiguous, which is what their placements say

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flashtile.torch.context.context import Context
-from flashtile.torch.context.layout import Fetched, runs
-from flashtile.torch.context.shards import gather_into, gathered, order
+from flashtile.torch.context.layout import Fetched, Stages, runs
+from flashtile.torch.context.shards import gathered, order
 from flashtile.torch.routes.derivatives import first_derivatives
 
 WHAT = "attention over ranks"
@@ -22,113 +22,203 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 OfKeys = tuple[slice, torch.Tensor, torch.Tensor]  # some of the keys that are here, and a call's dk and dv of these
+KeysHere = tuple[torch.Tensor, torch.Tensor]  # k and v
+
+
+class Transfer:
+    """Tensors on their way between ranks: what goes to whom, and where that lands which comes from whom, when it has `arrived`.
+
+    What two ranks send each other they name in the same order. What is contiguous is copied nowhere on its way.
+    """
+
+    def __init__(self, sent: list[tuple[torch.Tensor, int]], landing: list[tuple[torch.Tensor, int]], context: Context):
+        group = context.group
+        self.sent = [(t.contiguous(), rank) for t, rank in sent if t.numel()]
+        self.landing = [(t, t.new_empty(t.shape) if not t.is_contiguous() else t, rank) for t, rank in landing if t.numel()]
+        operations = [dist.P2POp(dist.isend, t, dist.get_global_rank(group, rank), group) for t, rank in self.sent]
+        operations += [dist.P2POp(dist.irecv, t, dist.get_global_rank(group, rank), group) for _, t, rank in self.landing]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def arrived(self) -> None:
+        """What the current stream does from here on waits for it."""
+        for work in self.works:
+            work.wait()
+        for place, landed, _ in self.landing:
+            if landed is not place:
+                place.copy_(landed)
+        del self.works, self.sent, self.landing
 
 
 class Gathering:
-    """All ranks' tensors (batch, seqlen / ranks, ...) on their way here; `whole` is what they will be when they have `arrived`.
-
-    Both buffers live until then: the transport works beside the current stream.
+    """All ranks' k and v (batch, seqlen / ranks, heads, d) on their way here, to each run of queries those that the runs before
+    do not see. `whole` is what they will be, in their own order; what no run sees is left as it is.
     """
 
-    def __init__(self, tensor: torch.Tensor, context: Context):
-        self.context, self.sent = context, tensor.detach().contiguous()
-        self.parts = self.sent.new_empty((context.ranks, *tensor.shape))
-        joined = self.parts.transpose(0, 1)
-        self.lies = context.layout == "contiguous" and joined.is_contiguous()
-        self.whole = joined.flatten(1, 2) if self.lies else self.sent.new_empty(joined.flatten(1, 2).shape)
-        self.work = gather_into(self.parts.flatten(0, 1), self.sent, context, begin=True)
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, context: Context, stages: Stages):
+        given = k.detach().contiguous(), v.detach().contiguous()
+        self.whole: KeysHere = tuple(t.new_empty((t.shape[0], t.shape[1] * context.ranks, *t.shape[2:])) for t in given)  # pyright: ignore[reportAttributeAccessIssue]
+        mine, others = context.rank, [rank for rank in range(context.ranks) if rank != context.rank]
+        self.transfers: list[Transfer | None] = []
+        for stage in range(len(stages.ends[mine])):
+            sent = [(t[:, rows], to) for to in others for rows, _ in stages.news(stage, to, mine) for t in given]
+            landing = [(t[:, at], by) for by in others for _, at in stages.news(stage, mine, by) for t in self.whole]
+            self.transfers.append(Transfer(sent, landing, context))
+        for stage in range(len(self.transfers)):
+            for rows, at in stages.news(stage, mine, mine):
+                for to, t in zip(self.whole, given, strict=True):
+                    to[:, at] = t[:, rows]
 
-    def arrived(self) -> torch.Tensor:
-        """The whole, in its own order: what the current stream does from here on waits for it."""
-        self.work.wait()
-        whole = self.whole
-        if not self.lies:
-            for (rank, rows), run in _places(self.context, whole.shape[1]):
-                whole[:, run] = self.parts[rank, :, rows]
-        del self.sent, self.parts, self.whole
-        return whole
+    def arrived(self, stage: int) -> KeysHere:
+        """The whole, of which the keys are there that the runs up to this one see."""
+        for earlier in range(stage + 1):
+            transfer, self.transfers[earlier] = self.transfers[earlier], None
+            if transfer is not None:
+                transfer.arrived()
+        return self.whole
 
 
 class Fetching:
-    """The same of those keys that this rank fetches, which lie side by side. wanted: what each rank fetches."""
+    """The same of those keys that this rank fetches of a halo, which lie side by side. wanted: what each rank fetches."""
 
-    def __init__(self, tensor: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]):
-        self.tensor, self.context = tensor, context
-        self.taken, self.put = _routes(tensor.shape[1] * context.ranks, context, wanted)
-        self.whole = tensor.new_empty((tensor.shape[0], sum(_counts(self.put)), *tensor.shape[2:]))
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]):
+        self.tensor, self.context = torch.cat([k.detach(), v.detach()], -1), context
+        self.taken, self.put = _routes(k.shape[1] * context.ranks, context, wanted)
+        self.both = self.tensor.new_empty((k.shape[0], sum(_counts(self.put)), *self.tensor.shape[2:]))
+        self.whole: KeysHere = self.both[..., : k.shape[3]], self.both[..., k.shape[3] :]
+        self.here = False
 
-    def arrived(self) -> torch.Tensor:
-        whole = self.whole
-        for at, part in _moved(self.tensor, self.taken, self.put, self.context):
-            whole[:, at] = part
-        del self.tensor, self.whole
-        return whole
+    def arrived(self, stage: int = 0) -> KeysHere:
+        if not self.here:
+            for at, part in _moved(self.tensor, self.taken, self.put, self.context):
+                self.both[:, at] = part
+            self.here = True
+        return self.whole
 
 
 class Returning:
-    """dk and dv of groups of heads on their way to the ranks that hold the keys, whose sums are float32.
-
-    wanted: what each rank fetched of a halo; None where all have all keys. tokens: how many each rank holds.
+    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys: the last call's first, and each as soon
+    as no call is left that sees them. tokens: how many keys each rank holds.
     """
 
-    def __init__(self, context: Context, wanted: tuple[Fetched, ...] | None, tokens: int):
-        self.context, self.wanted, self.tokens = context, wanted, tokens
-        self.by_group = dict[int, tuple[torch.Tensor, torch.Tensor | None, Any]]()
+    def __init__(self, context: Context, stages: Stages, tokens: int):
+        self.context, self.stages, self.tokens = context, stages, tokens
+        self.seen_before = dict[int, list[torch.Tensor]]()  # by group, of the keys that the calls to come see, too
+        self.sums = dict[int, list[OfKeys]]()  # of keys that this rank holds
+        self.under_way = dict[int, tuple[Transfer, list[OfKeys]]]()
 
-    def begin(self, group: int, parts: list[OfKeys]) -> None:
-        """Send what this rank's calls give of other ranks' keys, each of which may be of several calls."""
-        c, (dk, dv) = self.context, parts[0][1:]
-        shape = dk.shape[0], self.tokens, dk.shape[2], dk.shape[3] + dv.shape[3]
-        seqlen = self.tokens * c.ranks
-        if self.wanted is not None:
-            taken, put = _routes(seqlen, c, self.wanted)
-            sums = dk.new_empty((shape[0], sum(_counts(put)), *shape[2:]))
-            _sum_into(sums, 0, parts)
-            mine = sums.new_zeros(shape)
-            for own, part in _moved(sums, put, taken, c):
-                mine[:, own] += part
-            self.by_group[group] = mine, None, None
-            return
-        mine, sent = dk.new_empty(shape), dk.new_empty((c.ranks - 1, *shape))
-        for (rank, here), run in _places(c, seqlen):
-            place = mine if rank == c.rank else sent[rank - (rank > c.rank)]
-            _sum_into(place[:, here], run.start, parts)
-        received, rows = torch.empty_like(sent), [shape[0] * (rank != c.rank) for rank in range(c.ranks)]
-        work = dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), rows, rows, group=c.group, async_op=True)
-        self.by_group[group] = mine, received, (work, sent)
+    def begin(self, group: int, stage: int, part: OfKeys) -> None:
+        """Add a call's, and send those of other ranks' keys that are done."""
+        context, mine, ends = self.context, self.context.rank, self.stages.ends[self.context.rank]
+        keys, *grads = part
+        if keys != slice(0, ends[stage]):  # a caller who knows that the other keys get nothing
+            all_keys = [t.new_zeros((t.shape[0], ends[stage], *t.shape[2:])) for t in grads]
+            for to, t in zip(all_keys, grads, strict=True):
+                to[:, keys] = t
+            grads = all_keys
+        for total, later in zip(grads, self.seen_before.pop(group, ()), strict=False):
+            total += later
+        if stage:
+            self.seen_before[group] = [t[:, : ends[stage - 1]] for t in grads]
+        sent: list[tuple[torch.Tensor, int]] = []
+        landing: list[tuple[torch.Tensor, int]] = []
+        came: list[OfKeys] = []
+        for rank in range(context.ranks):
+            if rank == mine:
+                continue
+            for _, at in self.stages.news(stage, mine, rank):
+                sent += [(t[:, at], rank) for t in grads]
+            for rows, _ in self.stages.news(stage, rank, mine):
+                new = [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in grads]
+                landing += [(t, rank) for t in new]
+                came.append((rows, new[0], new[1]))
+        transfer = Transfer(sent, landing, context)
+        own = [(rows, *(t[:, at] for t in grads)) for rows, at in self.stages.news(stage, mine, mine)]
+        self._absorb(group)
+        self.sums[group] = [*self.sums.get(group, []), *own]
+        self.under_way[group] = transfer, came
+
+    def _absorb(self, group: int) -> None:
+        """Add what came for the call before."""
+        if group in self.under_way:
+            transfer, came = self.under_way.pop(group)
+            transfer.arrived()
+            self.sums[group] = _summed([*self.sums[group], *came])
 
     def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Write the sums of all ranks' parts there: of the others' in their order, and this one's."""
-        mine, received, on_its_way = self.by_group.pop(group)
-        if received is not None:
-            on_its_way[0].wait()
-            received = received[0] if len(received) == 1 else received.sum(0)
-        widths = [dk.shape[3], dv.shape[3]]
-        for i, grad in enumerate((dk, dv)):
-            own = mine.split(widths, -1)[i]
-            if received is None:
-                grad.copy_(own)
+        """Write the sums there: of the later calls first, within one of them in the ranks' order."""
+        transfer, came = self.under_way.pop(group)
+        transfer.arrived()
+        _write_sums(dk, dv, [*self.sums.pop(group), *came])
+
+
+class ReturningHalo:
+    """The same where a rank fetched a halo. wanted: what each fetched."""
+
+    def __init__(self, context: Context, wanted: tuple[Fetched, ...], tokens: int):
+        self.context, self.tokens = context, tokens
+        self.taken, self.put = _routes(tokens * context.ranks, context, wanted)
+        self.parts = list[OfKeys]()
+
+    def begin(self, group: int, stage: int, part: OfKeys) -> None:
+        self.parts.append(part)
+
+    def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        first, count = self.parts[0], sum(_counts(self.put))
+        both = [t.new_empty((t.shape[0], count, *t.shape[2:])) for t in first[1:]]
+        _write_sums(*both, self.parts)
+        sums = torch.cat(both, -1)
+        mine = sums.new_zeros((sums.shape[0], self.tokens, *sums.shape[2:]))
+        for own, part in _moved(sums, self.put, self.taken, self.context):
+            mine[:, own] += part
+        for grad, of in zip((dk, dv), mine.split([dk.shape[3], dv.shape[3]], -1), strict=True):
+            grad.copy_(of)
+
+
+def _cut(parts: list[OfKeys]) -> list[tuple[slice, list[list[torch.Tensor]]]]:
+    """Of rows that have the same parts: which these are, and the parts' dk and dv of them, in their order."""
+    edges = sorted({edge for rows, *_ in parts for edge in (rows.start, rows.stop)})
+    return [
+        (
+            slice(start, stop),
+            [
+                [grad[:, start - rows.start : stop - rows.start] for grad in grads]
+                for rows, *grads in parts
+                if rows.start <= start and stop <= rows.stop
+            ],
+        )
+        for start, stop in pairwise(edges)
+    ]
+
+
+def _summed(parts: list[OfKeys]) -> list[OfKeys]:
+    """Parts that do not meet, of the same sums; which are written over the first ones."""
+    found: list[OfKeys] = []
+    for rows, there in _cut(parts):
+        if not there:
+            continue
+        total, *others = there
+        for other in others:
+            for to, grad in zip(total, other, strict=True):
+                to += grad
+        found.append((rows, total[0], total[1]))
+    return found
+
+
+def _write_sums(dk: torch.Tensor, dv: torch.Tensor, parts: list[OfKeys]) -> None:
+    """Write sums of parts, all of whose last addition is rounded to the dtype there; 0 where there is none."""
+    whole = slice(0, dk.shape[1])
+    for _, there in _cut([*parts, (whole, dk, dv)]):
+        *terms, places = there
+        for i, to in enumerate(places):
+            some = [term[i] for term in terms]
+            for more in some[1:-1]:
+                some[0] += more
+            if len(some) > 1:
+                torch.add(some[0], some[-1], out=to)
+            elif some:
+                to.copy_(some[0])
             else:
-                torch.add(own, received.split(widths, -1)[i], out=grad)
-
-
-def _sum_into(place: torch.Tensor, first: int, parts: list[OfKeys]) -> None:
-    """dk beside dv of keys from the first on: the sum of what each part has of its own."""
-    end, widths = first + place.shape[1], [t.shape[3] for t in parts[0][1:]]
-    cuts = {first, end, *(min(max(at, first), end) for keys, *_ in parts for at in (keys.start, keys.stop))}
-    for start, stop in pairwise(sorted(cuts)):
-        there = [
-            [grad[:, start - keys.start : stop - keys.start] for grad in grads]
-            for keys, *grads in parts
-            if keys.start <= start and stop <= keys.stop
-        ]
-        for to, *some in zip(place[:, start - first : stop - first].split(widths, -1), *there, strict=True):
-            if len(some) < 2:
-                to.copy_(some[0] if some else to.new_zeros(()))
-                continue
-            torch.add(some[0], some[1], out=to)
-            for more in some[2:]:
-                to += more
+                to.zero_()
 
 
 class ToHeads:
@@ -231,10 +321,12 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]) -> Any:
-        fetching = Fetching(tensor.detach(), context, wanted)
-        ctx.dtype, ctx.shape, ctx.context, ctx.routes = tensor.dtype, tensor.shape, context, (fetching.taken, fetching.put)
+        taken, put = ctx.routes = _routes(tensor.shape[1] * context.ranks, context, wanted)
+        ctx.dtype, ctx.shape, ctx.context = tensor.dtype, tensor.shape, context
         ctx.set_materialize_grads(False)
-        some = fetching.arrived()
+        some = tensor.new_empty((tensor.shape[0], sum(_counts(put)), *tensor.shape[2:]))
+        for at, part in _moved(tensor.detach(), taken, put, context):
+            some[:, at] = part
         ctx.mark_non_differentiable(some)
         return some, some.new_zeros((), dtype=wider(some.dtype)).expand(some.shape)
 
@@ -313,15 +405,11 @@ class Passing:
     """A tensor on its way to the next rank, and that of the rank before on its way here."""
 
     def __init__(self, tensor: torch.Tensor, context: Context):
-        group, ranks, rank = context.group, context.ranks, context.rank
-        after, before = (dist.get_global_rank(group, (rank + by) % ranks) for by in (1, -1))
-        self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        self.works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self.sent, after, group), dist.P2POp(dist.irecv, self.received, before, group),
-        ])  # fmt: skip
+        self.received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        after, before = ((context.rank + by) % context.ranks for by in (1, -1))
+        self.transfer = Transfer([(tensor, after)], [(self.received, before)], context)
 
     def arrived(self) -> torch.Tensor:
         """The other's, when it is here."""
-        for work in self.works:
-            work.wait()
+        self.transfer.arrived()
         return self.received

@@ -11,9 +11,9 @@ import torch
 
 from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
-from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, OfKeys, Returning, wider
+from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, Returning, ReturningHalo, wider
 from flashtile.torch.context.context import Context, head_groups
-from flashtile.torch.context.layout import Fetched, fetched
+from flashtile.torch.context.layout import Fetched, fetched, stages
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.derivatives import first_derivatives
@@ -34,11 +34,12 @@ PartsOf = Callable[[Fetched, Wanted], list[Part]]
 
 @dataclass(frozen=True)
 class Placed:
-    """A prepared call, its part, which group of heads of q and of k, and its place among the other tensors."""
+    """A prepared call, its part, which of them it is in which group of heads, and its place among the other tensors."""
 
     call: Any
     part: Part
     group: int
+    stage: int
     heads: slice
     others: slice
 
@@ -57,8 +58,9 @@ def attend_gathered(
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of calls whose rows, one after another, are all of q, with the keys that the band lets a rank see.
 
-    Where it pays, group by group of heads: all groups' keys are under way before the first is attended, and in the backward the
-    gradients of one group's keys are, while the next is computed. Every head's numbers are as in one call.
+    A call waits for the keys that it sees, while those behind them are still coming. In the backward the last call comes first,
+    and what it gives of other ranks' keys goes while the next is computed. Where it pays, the same group by group of heads.
+    Every head's numbers are as in one call.
     parts_of: the calls, of what is here and of what is wanted of a group's heads.
     """
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
@@ -68,35 +70,40 @@ def attend_gathered(
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
         made = [call(q[:, p.rows], keys.part(p.keys), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
-    return _attend(q, k, v, context, want, wanted, parts_of, return_lse)
+    return _attend(q, k, v, context, want, band, wanted, parts_of, return_lse)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, wanted: tuple[Fetched, ...],
-    parts_of: PartsOf, return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
+    wanted: tuple[Fetched, ...], parts_of: PartsOf, return_lse: bool,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    have, width = wanted[context.rank], k.shape[3]
+    have = wanted[context.rank]
     groups = 1 if have.halo else head_groups("allgather", q, k, context)
     size_q, size_k = q.shape[2] // groups, k.shape[2] // groups
     coming: list[Gathering | Fetching] = []
-    for group in range(groups):
-        there = slice(group * size_k, (group + 1) * size_k)
-        both = torch.cat([k.detach()[:, :, there], v.detach()[:, :, there]], -1)
-        coming.append(Fetching(both, context, wanted) if have.halo else Gathering(both, context))
+    returning: Callable[[], Returning | ReturningHalo]
+    if have.halo:
+        coming.append(Fetching(k, v, context, wanted))
+        returning = partial(ReturningHalo, context, wanted, k.shape[1])
+    else:
+        plan = stages(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
+        for group in range(groups):
+            there = slice(group * size_k, (group + 1) * size_k)
+            coming.append(Gathering(k[:, :, there], v[:, :, there], context, plan))
+        returning = partial(Returning, context, plan, k.shape[1])
     placed: list[Placed] = []
     others: list[torch.Tensor] = []
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     for group, keys in enumerate(coming):
         heads = slice(group * size_q, (group + 1) * size_q)
         parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
-        for part in sorted(parts, key=lambda part: part.keys.start - part.keys.stop):  # the longest first
-            given = _meant(q[:, part.rows, heads]), *_split(_meant(keys.whole[:, part.keys]), width)
+        for stage, part in enumerate(parts):
+            given = _meant(q[:, part.rows, heads]), *(_meant(t[:, part.keys]) for t in keys.whole)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
             if wants:
                 made.require_backward()
-            placed.append(Placed(made, part, group, heads, slice(len(others), len(others) + len(some))))
+            placed.append(Placed(made, part, group, stage, heads, slice(len(others), len(others) + len(some))))
             others += some
-    returning = partial(Returning, context, wanted if have.halo else None, k.shape[1])
     return _Gathered.apply(placed, coming, returning, return_lse, q, k, v, *others)  # pyright: ignore[reportReturnType]
 
 
@@ -117,10 +124,11 @@ class _Gathered(torch.autograd.Function):
         kept: list[torch.Tensor] = []
         ctx.counts = list[int]()
         for p in placed:
-            if p.group == len(wholes):
-                wholes.append(coming[p.group].arrived())
-            keys = _widened(wholes[-1][:, p.part.keys])
-            made = p.call.forward((_widened(p.of(q)), *_split(keys, k.shape[3])), others[p.others])
+            whole = coming[p.group].arrived(p.stage)
+            if p.stage == 0:
+                wholes += whole
+            keys = [_widened(t[:, p.part.keys]) for t in whole]
+            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others])
             del keys
             if out is None:
                 out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
@@ -130,7 +138,7 @@ class _Gathered(torch.autograd.Function):
                     p.of_rows(lse).copy_(made[1])
             kept += made[1:]  # of out the whole is kept
             ctx.counts.append(len(made) - 1)
-        ctx.placed, ctx.returning, ctx.count, ctx.end = placed, returning, len(wholes), 2 + len(wholes) + len(others)
+        ctx.placed, ctx.returning, ctx.count, ctx.end = placed, returning, len(coming), 2 + len(wholes) + len(others)
         ctx.kinds = [(t.shape, t.dtype) for t in (k, v)]
         ctx.save_for_backward(q, out, *wholes, *others, *kept)
         ctx.set_materialize_grads(False)
@@ -139,38 +147,39 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved, (q_wanted, *kv_wanted), of_others = ctx.saved_tensors, ctx.needs_input_grad[4:7], ctx.needs_input_grad[7:]
-        (q, out), wholes, others = saved[:2], saved[2 : 2 + ctx.count], saved[2 + ctx.count : ctx.end]
+        (q, out), wholes, others = saved[:2], saved[2 : 2 + 2 * ctx.count], saved[2 + 2 * ctx.count : ctx.end]
         rest, (dout, dlse), keys_wanted = iter(saved[ctx.end :]), grads, any(kv_wanted)
         kept = [[next(rest) for _ in range(count)] for count in ctx.counts]
-        returning, width = ctx.returning(), ctx.kinds[0][0][3]
+        returning = ctx.returning()
         of_other: list[torch.Tensor | None] = [None] * len(others)
         with torch.no_grad():
             dq = torch.empty_like(q) if q_wanted else None
-            dk, dv = (torch.empty(shape, dtype=dtype, device=q.device) if keys_wanted else None for shape, dtype in ctx.kinds)
-            for group in reversed(range(ctx.count)):
-                parts = list[OfKeys]()
-                for p, some in zip(ctx.placed, kept, strict=True):
-                    if p.group != group:
-                        continue
-                    keys = _split(_widened(wholes[group][:, p.part.keys]), width)
-                    there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
-                    above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
-                    needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
-                    found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
-                    if dq is not None:
-                        p.of(dq).copy_(found)
-                    parts.append((p.part.keys, of_keys[0], of_keys[1]))
-                    of_other[p.others] = of_keys[2:]
-                    del keys, there, above, found, of_keys
-                if not keys_wanted:
-                    continue
-                returning.begin(group, parts)
-                del parts
-                if group + 1 < ctx.count:  # whose sums have been under way while this group was computed
-                    returning.arrived(group + 1, *(_of_group(t, group + 1, ctx.count) for t in (dk, dv)))
+            grads_of_keys = list[torch.Tensor]()
+
+            def arrived(group: int) -> None:
+                """Write a group's sums: what is theirs is made as late as that."""
+                if not grads_of_keys:
+                    grads_of_keys.extend(torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in ctx.kinds)
+                returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
+
+            for p, some in reversed(list(zip(ctx.placed, kept, strict=True))):
+                keys = [_widened(t[:, p.part.keys]) for t in wholes[2 * p.group : 2 * p.group + 2]]
+                there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
+                above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
+                needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
+                found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
+                if dq is not None:
+                    p.of(dq).copy_(found)
+                of_other[p.others] = of_keys[2:]
+                if keys_wanted:
+                    returning.begin(p.group, p.stage, (p.part.keys, of_keys[0], of_keys[1]))
+                    if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
+                        arrived(p.group + 1)
+                del keys, there, above, found, of_keys
             if keys_wanted:
-                returning.arrived(0, *(_of_group(t, 0, ctx.count) for t in (dk, dv)))
-        made = dq, *(grad if wanted else None for grad, wanted in zip((dk, dv), kv_wanted, strict=True)), *of_other
+                arrived(0)
+        of_keys = [t if wish else None for t, wish in zip(grads_of_keys, kv_wanted, strict=False)] or [None, None]
+        made = dq, *of_keys, *of_other
         return None, None, None, None, *first_derivatives(WHAT, "torch", made, saved, grads)
 
 

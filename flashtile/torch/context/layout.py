@@ -148,6 +148,39 @@ def fetched(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> tu
     return halos if 2 * sum(sent for sent, _ in sent_rows(layout, seqlen_k, halos)) < (ranks - 1) * seqlen_k else everything
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Which keys come to each rank for which of its runs of queries, where no halo is enough.
+
+    held: by rank, the runs of keys that it has. ends: by rank and by its run of queries, how many of the whole's first keys
+    that run sees. Runs come in order, so that each sees what the one before does.
+    """
+
+    held: tuple[tuple[Run, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def news(self, stage: int, to: int, source: int) -> list[tuple[slice, slice]]:
+        """(which rows of `source`, which keys of the whole): those that a run of queries sees and the runs before do not."""
+        start, end = self.ends[to][stage - 1] if stage else 0, self.ends[to][stage]
+        found: list[tuple[slice, slice]] = []
+        row = 0
+        for run in self.held[source]:
+            first, stop = max(run.start, start), min(run.start + run.count, end)
+            if first < stop:
+                found.append((slice(row + first - run.start, row + stop - run.start), slice(first, stop)))
+            row += run.count
+        return found
+
+
+def stages(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> Stages:
+    """Of queries and keys of the whole, in a layout of steps of 1."""
+    seqlen_q, seqlen_k = seqlens
+    held = tuple(runs(layout, seqlen_k, ranks, rank) for rank in range(ranks))
+    own = [runs(layout, seqlen_q, ranks, rank) for rank in range(ranks)]
+    see = [[seen_keys(run, seqlen_k - seqlen_q, seqlen_k, band, False) for run in of_rank] for of_rank in own]
+    return Stages(held, tuple(tuple(min(key.count, seqlen_k) for key in of_rank) for of_rank in see))
+
+
 def sent_rows(layout: str, seqlen_k: int, wanted: tuple[Fetched, ...]) -> list[tuple[int, int]]:
     """How many keys each rank sends to others, and gets from them; one that goes to two ranks counts twice."""
     ranks = range(len(wanted))

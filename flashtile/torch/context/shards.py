@@ -99,12 +99,10 @@ def gathered(tensor: torch.Tensor, context: Context, dim: int) -> torch.Tensor:
     return whole.bool() if as_bytes else whole
 
 
-def gather_into(parts: torch.Tensor, tensor: torch.Tensor, context: Context, begin: bool = False) -> Any:
-    """Write all ranks' tensors to `parts`, one after another; or `begin` to, and return what to wait for. By the name that this
-    PyTorch has for it.
-    """
+def gather_into(parts: torch.Tensor, tensor: torch.Tensor, context: Context) -> None:
+    """Write all ranks' tensors to `parts`, one after another. By the name that this PyTorch has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(parts, tensor, group=context.group, async_op=begin)
+    gather(parts, tensor, group=context.group)
 
 
 def document_ids(cu_seqlens: torch.Tensor, context: Context, seqlen: int | None = None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashtile.errors import InvalidProblem
 from flashtile.plan.call import Buffer, Descriptor, HostCall, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import NAMED, Device
 from flashtile.problem.dtype import DType
@@ -38,9 +39,17 @@ DIRECT_LAUNCH = (
 )
 
 
+def check_device(name: str, device: torch.device) -> None:
+    """Raise InvalidProblem for a device that nothing here runs on, such as a Mac's mps."""
+    if device.type not in DEVICES:
+        remedy = "it must be on cpu or cuda (move it: .cpu()), or on meta for shapes alone"
+        raise InvalidProblem(f"{name} is on {device}; {remedy}.")
+
+
 @cache
 def device_of(device: torch.device) -> Device:
     """What backends may know of a torch device."""
+    check_device("a tensor", device)
     if device.type in ("cpu", "meta"):
         return NAMED["cpu"]
     properties = torch.cuda.get_device_properties(device)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.ops.catalogue import OPS
-from flashtile.torch.execute.bound import DEVICES
+from flashtile.torch.execute.bound import check_device
 from flashtile.torch.execute.plain import autocasts, is_compiling, is_distributed, is_traced, is_wrapped
 from flashtile.torch.ops import formula
 from flashtile.torch.ops.call import (
@@ -98,8 +98,7 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
             raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
         if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
             raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
-        if tensor.device.type not in DEVICES:
-            raise InvalidProblem(f"{name} is on {tensor.device}; it must be on the CPU or a GPU, or on meta for shapes alone.")
+        check_device(name, tensor.device)
         if tensor.device != device:
             raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
 

@@ -8,7 +8,14 @@ from math import ceil
 
 from flashtile.kernels.device.score import Form, form_of
 from flashtile.kernels.sm90.host.bias_gradient import paired, stored
-from flashtile.kernels.sm90.host.tile_backward import COUNTS, BackwardLaunch, backward_tiles, queries_bytes, rotates
+from flashtile.kernels.sm90.host.tile_backward import (
+    COUNTS,
+    BackwardLaunch,
+    backward_tiles,
+    narrows,
+    queries_bytes,
+    rotates,
+)
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, columns_of
 from flashtile.plan.device import Device
 from flashtile.plan.rules import Reason, Rule, apply_all, apply_first
@@ -139,6 +146,13 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
     causal = p.band.right is not None and p.band.left is None
     tiles = backward_tiles(p, launch)
     return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 4
+
+
+def is_narrow(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
+    """Whether products leave a quarter of 128 columns out: of problems that a GPU has run so, without modifiers and lists."""
+    p = problem
+    plain = not (p.score or p.where or p.blocks is not None or p.lengths.ragged or p.sink is not None or p.dropout is not None)
+    return plain and narrows(p, launch) and 4 * max(p.head_dim, p.head_dim_v) <= 3 * columns_of(p.head_dim)
 
 
 CACHED_BYTES = 24 << 20
@@ -330,6 +344,12 @@ SHARING: Rules = (
         lambda a, launch: replace(_with_room(a, launch), converts=True),
         "most heads are done long before the last one, and there is room: a warp of this pass makes dq",
         LAB,
+    ),
+    Rule(
+        lambda a, launch: not a.split and is_narrow(a.problem, launch),
+        lambda _, launch: replace(launch, narrow=True),
+        "a quarter of 128 columns is padding: products and additions to dq leave it out",
+        "an H200, 2026-11-30: 4 x 4096, 16 heads of 96, causal 1.069 and full 1.075 of the speed, of 80 1.050 and 1.079",
     ),
 )
 
