@@ -57,6 +57,7 @@ GIVEN: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "alibi": (dict(score=(Alibi(jnp.array([0.1, 0.2, 0.5, 1.0])),)),
               lambda s: s - jnp.array([0.1, 0.2, 0.5, 1.0])[:, None, None] * jnp.abs(AHEAD - 113), True),
     "sinks": (dict(sinks=normal(4, seed=5)), None, True), "dropout": (dict(dropout=Dropout(0.4, 3)), None, True),
+    "large sinks": (dict(sinks=jnp.array([30.0, -3.0, 12.0, 8.0])), None, True),
     "bias": (dict(bias=normal(1, 4, 37, 150, seed=6)), lambda s: s + normal(1, 4, 37, 150, seed=6), True),
     "document": (dict(attend_to=Document(*IDS)), None, (IDS[0][:, None, :, None] == IDS[1][:, None, None, :])),
     "blind": (dict(attend_to=Document(IDS[0] + 30, IDS[1])), None, False),
