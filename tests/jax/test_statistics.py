@@ -101,6 +101,7 @@ def test_gradients_of_modifiers_tensors() -> None:
 
 def test_varlen_is_each_item() -> None:
     q, k, v = (x[0] for x in inputs())
+    q = q.at[9].multiply(5.0)  # the largest scores are those of an item's first query
     cu_q, cu_k = jnp.array([0, 9, 9, 30]), jnp.array([0, 20, 21, 140])  # the second item has no queries, and tokens are left
     out, found = dot_product_attention_varlen(q, k, v, cu_q, cu_k, is_causal=True, returns=ALL)
     assert (out.shape, found.max_logit.shape, found.entropy.shape, found.mass.shape) == (q.shape, (3, 4), (4, 37), (4, 150))

@@ -124,6 +124,7 @@ def test_as_defined(name: str, dtype: torch.dtype, backend: str, device: torch.d
 def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
     place, options = place_of(backend, device), Options(backend=backend)
     q, k, v = (t[0].to(place) for t in sizes())
+    q[9] *= 5.0  # the largest scores are those of an item's first query
     ends = [(0, 0), (9, 20), (9, 21), (30, 40)]  # the second item has no queries, and tokens are left
     cu_q, cu_k = (torch.tensor(some, dtype=torch.int32, device=place) for some in zip(*ends, strict=True))
     leaves: Any = [t.requires_grad_() for t in (q, k)]
