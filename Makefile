@@ -5,6 +5,7 @@ JOBS ?= 2
 SUITES ?= smoke
 PY := .venv/bin/python
 NEWEST := .venv/newest-triton
+unexport PYTHONDONTWRITEBYTECODE # tests are many processes: without bytecode each would compile PyTorch's sources anew
 
 .PHONY: demo test quick jax check compile gpu bench docs site package
 

@@ -301,6 +301,7 @@ class Ranks(Experiment[tuple[int, Form]]):
         parser.add_argument("--shape", type=sized(4), default="1x32x8x128", help="batch x heads of q x heads of k x head_dim")
         parser.add_argument("--windows", nargs="*", type=at_least_one, default=[], help="also with windows of so many keys")
         parser.add_argument("--packed", action="store_true", help="also with packed documents")
+        parser.add_argument("--forms", action="store_true", help="only what --windows, --packed and --dropout add")
         parser.add_argument("--dropout", nargs="*", type=float, default=[], help="also with such chances of dropout")
         parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
         parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
@@ -324,7 +325,8 @@ class Ranks(Experiment[tuple[int, Form]]):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
 
     def cells(self) -> list[tuple[int, Form]]:
-        forms = [Form(), *(Form((n, 0)) for n in self.chosen.windows), *[Form(packed=True)] * self.chosen.packed]
+        forms = [Form()] * (not self.chosen.forms)
+        forms += [*(Form((n, 0)) for n in self.chosen.windows), *[Form(packed=True)] * self.chosen.packed]
         forms += [Form(dropout=p) for p in self.chosen.dropout]
         return [(seqlen, form) for seqlen in self.chosen.seqlens for form in forms]
 

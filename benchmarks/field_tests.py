@@ -210,7 +210,9 @@ class FieldTests(Experiment[Path]):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("tests", type=Path, help="folder of tests, by whose name the library is known")
         parser.add_argument("--wheels", type=Path, help="folder of wheels that the tests need")
-        parser.add_argument("--file", nargs="+", default=[], choices=sorted({*VERSION_2, *FLASH_MLA, *FLASHINFER}), help="by default all")
+        parser.add_argument(
+            "--file", nargs="+", default=[], choices=sorted({*VERSION_2, *FLASH_MLA, *FLASHINFER}), help="by default all"
+        )
         parser.add_argument("--only", default="", help="tests whose names have this in them")
         parser.add_argument("--jobs", type=at_least_one, default=12)
         parser.add_argument("--seed", type=int, default=0)

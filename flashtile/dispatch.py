@@ -87,10 +87,13 @@ def plan_pass(name: str, problem: AttentionProblem, device: Device, direction: D
 
 @remembered(4096, "plans of forwards with statistics")
 def plan_watched(problem: AttentionProblem, device: Device, wanted: frozenset[str], backend: str | None = None) -> Plan | None:
-    """The plan of the forward, by the backend that runs it, which keeps these statistics; None where it cannot."""
+    """The plan of the forward, by the backend that runs it, which keeps these statistics of rows beside out.
+
+    None where it cannot, or where dropout makes another p of what out is made of: then a pass behind it, "statistics", does.
+    """
     chosen, direction = select(problem, device, backend), Direction(wanted=wanted)
     offered = chosen.passes.get("watched")
-    if offered is None or offered.unsupported(problem, device, direction):
+    if problem.dropout is not None or offered is None or offered.unsupported(problem, device, direction):
         return None
     return offered.plan(problem, device, direction)
 

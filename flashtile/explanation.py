@@ -207,7 +207,7 @@ def _statistics(wish: Wish, problem: AttentionProblem, place: Device, backend: s
     named = ", ".join(name for name, there in asked.items() if there)
     without = replace(problem, dropout=None)
     if rows:
-        plan = dispatch.plan_watched(problem, place, rows, backend) if problem.dropout is None else None
+        plan = dispatch.plan_watched(problem, place, rows, backend)
         if plan is not None:
             found.append((f"{named}, beside out", plan))
         else:

@@ -48,9 +48,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         self._pages.plan(unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
                          page_size, data_type=data_type)  # fmt: skip
 
-    def forward(
-        self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Any
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Any) -> torch.Tensor:
         """out (requests, heads, head_dim). k_shared, v_shared: (keys, heads, head_dim), or HND."""
         return self._merged(q, k_shared, v_shared, unique_kv_cache)
 

@@ -21,10 +21,10 @@ Tensors = dict[str, torch.Tensor]
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def draw(seed: int, stored: bool = False) -> tuple[CachedProblem, Tensors]:
+def draw(seed: int, stored: bool = False, full: bool = False) -> tuple[CachedProblem, Tensors]:
     """The problem of a seed, and its tensors by name: in rows and pages that no query may look at, and in no others, NaN.
 
-    stored: its cache is one of 8 bits, with scales or without.
+    stored: its cache is one of 8 bits, with scales or without. full: items end with a page, the longest with its table.
     """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype, size = r.choice((DType.BF16, DType.FP16)), r.choice((0, 8, 16, 64, 256))
@@ -33,7 +33,8 @@ def draw(seed: int, stored: bool = False) -> tuple[CachedProblem, Tensors]:
     dim_v = dim if r.random() < 0.7 else r.choice((64, 128, 32 if stored else 40))
     most = r.choice((60, 300, 300, 500, 500, 500, 2300))
     used = [r.choice((r.randint(0, most), r.randint(1, most), most)) for _ in range(batch)]
-    columns = -(-max(*used, 1) // size) + r.randint(0, 2) if size else 1
+    used = [count - count % 128 + 64 for count in used] if full else used  # amid a tile of 128 keys
+    columns = -(-max(*used, 1) // size) + r.randint(0, 2) * (not full) if size else 1
     rows = size or max(*used, 1) + r.randint(0, 3)
     pages = Pages(batch * columns + 2 if size else batch, rows, columns, size > 0)
     split = r.choice((0, 0, 128, 256))

@@ -60,21 +60,26 @@ def test_an_items_bits_do_not_depend_on_its_batch(backend: str, place: torch.dev
     assert torch.equal(apart[1][:1], joined[1])
 
 
-@pytest.mark.parametrize("keys", [100, 512])
-def test_places_for_parts_that_are_not_there_change_no_bit(keys: int, device: torch.device, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("keys", "rows", "places"), [(100, 512, 4), (512, 512, 4), (1000, 1024, 8)])
+def test_places_for_parts_that_are_not_there_change_no_bit(
+    keys: int, rows: int, places: int, device: torch.device, monkeypatch: Any
+) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     generator = torch.Generator().manual_seed(1)
-    k, v = (torch.randn(2, 512, 1, 16, generator=generator).to(device) for _ in "kv")
+    k, v = (torch.randn(2, rows, 1, 16, generator=generator).to(device) for _ in "kv")
     q = torch.randn(2, 1, 2, 16, generator=generator).to(device)
     used, options = torch.tensor([keys, 300], device=device), flashtile.Options(backend="triton")
+    real, planned = decoding.loaded_of, list[tuple[int, int]]()
+    monkeypatch.setattr(decoding, "loaded_of", lambda *given: planned.append(real(*given)) or planned[-1])
 
     def run() -> torch.Tensor:
         flashtile.cache_clear()
         return flashtile.attention_cached(q, k, v, seqused_k=used, split=128, options=options)
 
     few = run()
-    monkeypatch.setattr(decoding, "FEW_PARTS", 0)
+    monkeypatch.setattr(decoding, "FEW_PARTS", 16)
     assert torch.equal(run(), few)
+    assert planned == [(places, 1), (16, 1)]
     flashtile.cache_clear()
 
 

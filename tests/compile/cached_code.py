@@ -42,6 +42,9 @@ SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is
         "attention(q=8x1x32x64,kv=4096x8x64,fp16,used=k)", Pages(512, 16, 256), 512, Stored("int8", "token", "token"), False,
     ),
     "e4m3 fp32": ("attention(q=2x1x8x128,kv=2048x8x128,fp32,tf32x3,used=k)", Pages(128, 16, 128), 512, STORED, False),
+    "absorbed groups": (
+        "attention(q=128x2x128x576,kv=8192x8x512,fp16,band=:0,used=k)", Pages(16384, 64, 128), 256, None, True,
+    ),
     "absorbed 16": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, None, True),
     "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
     "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
@@ -52,6 +55,9 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {
     "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
     "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512, None),
     "hopper e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED),
+    "hopper alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(1, 8192, 1, False), 256, None),
+    "hopper e4m3 alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
+    "hopper folds": ("attention(q=64x1x32x128,kv=8192x8x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
     "hopper e5m2": ("attention(q=8x4x8x64,kv=4096x8x48,fp16,used=k)", Pages(8, 4096, 1, False), 0, Stored("e5m2")),
 }
 TARGETS = ("sm80", "sm90")

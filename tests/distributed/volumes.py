@@ -186,6 +186,10 @@ def heads_by_groups_are_under_way_while_others_are_computed() -> None:
         noted(PreparedCall, "forward", lambda *_: "attend"), noted(PreparedCall, "gradients", lambda *_: "differentiate"),
     )  # fmt: skip
     d = data(torch.bfloat16, 8)
+
+    def in_turn(compute: str, groups: int) -> list[str]:
+        return ["here", compute, "leave"] + ["here", compute, "leave", "there"] * (groups - 1) + ["there"]
+
     for layout in ("contiguous", "zigzag", "striped"):
         context = Context(None, "ulysses", layout)
         local, made = [shard(t, context) for t in (d.q, d.k, d.v)], dict[int, list[torch.Tensor]]()
@@ -196,12 +200,11 @@ def heads_by_groups_are_under_way_while_others_are_computed() -> None:
                 log.clear()
                 leaves = [t.detach().requires_grad_() for t in local]
                 out = attention(*leaves, context=context, causal=True)
-                assert log == ["begin"] * groups + ["here", "attend", "leave"] * groups + ["there"] * groups, log
+                assert log == ["begin"] * groups + in_turn("attend", groups), log
                 for _ in range(2):
                     log.clear()
                     made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
-                backward = ["begin"] * groups + ["here", "differentiate", "leave"] * groups + ["there"] * groups
-                assert log == backward, log
+                assert log == ["begin"] * groups + in_turn("differentiate", groups), log
             for one, other in zip(made[1], made[groups], strict=True):
                 assert torch.equal(one, other)
 

@@ -1,10 +1,10 @@
 """Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
 
-python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true}' ...
+python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false}' ...
 
-A seed draws a call, over a cache of 8 bits where it is to be `stored`: pages, lengths, a window, heads. Rows and pages that
-nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is scratch that was not written.
-Parts are added up by PyTorch.
+A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones: pages, lengths, a
+window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is
+scratch that was not written. Parts are added up by PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flashtile.torch.execute.bound import Bound
 from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
-STORED_TILES = tuple(CachedLaunch(block_k, stages) for block_k, stages in ((64, 3), (32, 2), (128, 2)))
+STORED_TILES = tuple(CachedLaunch(*tile) for tile in ((64, 3, 128, 2), (32, 2, 128, 1), (128, 2, 128, 2), (64, 2, 128, 3)))
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
@@ -60,7 +60,7 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
 def assess(case: Any) -> dict[str, Any]:
     """The errors of a case's results."""
     seed, stored = case["seed"], case["stored"]
-    problem, tensors = draw(seed, stored)
+    problem, tensors = draw(seed, stored, case["full"])
     assert not refusals(problem), refusals(problem)
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)

@@ -16,14 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results are rounded to 2e-3 each
 
 
-@pytest.mark.parametrize(("first", "stored"), [(0, False), (20, False), (0, True)])
-def test_random_calls(first: int, stored: bool) -> None:
-    cases = [json.dumps({"seed": seed, "stored": stored}) for seed in range(first, first + 20)]
+@pytest.mark.parametrize(("first", "count", "stored", "full"), [
+    (0, 20, False, False), (20, 20, False, False), (0, 20, True, False), (40, 8, False, True),
+])  # fmt: skip
+def test_random_calls(first: int, count: int, stored: bool, full: bool) -> None:
+    cases = [json.dumps({"seed": seed, "stored": stored, "full": full}) for seed in range(first, first + count)]
     command = [sys.executable, "-m", "tests.hopper.emulated_cached", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == 20, run.stderr
+    assert len(rows) == count, run.stderr
     for seed, row in enumerate(rows, first):
         assert "failure" not in row, f"seed {seed}: {row}"
         assert row["errors"]["out"] <= LIMIT, f"seed {seed}: {row}"

@@ -91,6 +91,10 @@ def test_gradients_of_modifiers_tensors() -> None:
     bias, weight = normal(1, 4, 37, 150, seed=6), normal(2, 4, 37, seed=9)
     ours = lambda b: (dot_product_attention(q, k, v, b, returns="entropy")[1].entropy * weight).sum()  # noqa: E731
     theirs = lambda b: (defined(scores_of(q, k, lambda s: s + b))[2] * weight).sum()  # noqa: E731
+    if jax.default_backend() != "cpu":  # kernels have none, and say so
+        with pytest.raises(NotSupported, match="the entropy's gradient by bias's tensor is not implemented"):
+            jax.grad(ours)(bias)
+        return
     close([jax.grad(ours)(bias)], [jax.grad(theirs)(bias)], 1e-4)
 
 

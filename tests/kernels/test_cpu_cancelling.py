@@ -103,3 +103,31 @@ def test_lse_where_the_largest_score_cancels(score: Any, keys: int) -> None:
     few = slice(0, 128)  # rows of no more keys
     error = (lse - exact)[..., few].abs() / exact[..., few].abs().clamp(min=1.0)
     assert error.max() <= 1e-5
+
+
+@pytest.mark.parametrize(("upstream", "most"), [("both", 0.5), ("out", 1.0)])
+def test_the_gradient_of_a_bias_of_queries_is_no_rounding_of_delta(upstream: str, most: float) -> None:
+    """float32, keys in two tiles: a row's gradients add up to what arrives at lse. most: of plain PyTorch's error."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(4, rows, 1, 64) for rows in (300, 700, 700, 300))
+    bias, dlse = torch.randn(4, 1, 300, 1), torch.randn(4, 1, 300) * (upstream == "both")
+
+    def gradient(call: Any, dtype: torch.dtype) -> torch.Tensor:
+        *operands, leaf, arriving, at_lse = (t.to(dtype) for t in (q, k, v, bias, dout, dlse))
+        out, lse = call(*operands, flashtile.Bias(leaf.requires_grad_()))
+        flowing = {"out": arriving, "lse": at_lse} if upstream == "both" else {"out": arriving}
+        (found,) = torch.autograd.grad([out, lse][: len(flowing)], leaf, list(flowing.values()))
+        return found.double()
+
+    def ours(*given: Any) -> Any:
+        *operands, score = given
+        return flashtile.attention(*operands, score=(score,), return_lse=True, options=OPTIONS)
+
+    def by_definition(q: Any, k: Any, v: Any, score: Any) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.mT / 8.0 + score.bias
+        return (scores.softmax(3) @ v).transpose(1, 2), scores.logsumexp(3)
+
+    exact = gradient(by_definition, torch.float64)
+    error, plain = ((gradient(call, torch.float32) - exact).norm() for call in (ours, by_definition))
+    assert error <= most * plain

@@ -184,7 +184,7 @@ def moved_to_cpu(value: Any) -> Any:
 
 
 def run(variants: Sequence[int], cases: int, budget: float, first: int = 0) -> int:
-    """The number of cases that are wrong, each told: so many of each variant, from seed `first` on, or what the budget allows."""
+    """The number of cases that are wrong, each told: so many of a variant from seed `first` on, or what the budget allows."""
     device, failed, done = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0, 0
     start = time.monotonic()
     for seed in range(first, first + cases):

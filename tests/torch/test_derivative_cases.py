@@ -7,8 +7,9 @@ import torch
 
 from tests.torch.derivative_cases import wrong
 
-# (variant, seed) of `derivative_cases`. Of the first four the truth is 0, of the last two luck decides.
-ONCE_WRONG = ((1, 9), (14, 12), (0, 15), (0, 25), (0, 14), (10, 10))
+# (variant, seed) of `derivative_cases`. Of the last two luck decides; of all others the truth is 0, and of the last three of
+# these a GPU's sums in float64 made 1e-14.
+ONCE_WRONG = ((1, 9), (14, 12), (0, 15), (0, 25), (15, 113), (9, 107), (9, 195), (0, 14), (10, 10))
 
 
 @pytest.mark.parametrize(("kind", "seed"), ONCE_WRONG)

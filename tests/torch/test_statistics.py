@@ -152,6 +152,21 @@ def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [0, 7])
+def test_items_without_queries(keys: int, backend: str, device: torch.device) -> None:
+    place = place_of(backend, device)
+    q, k, v = (torch.randn(n, heads, 8, device=place, requires_grad=True) for n, heads in ((0, 4), (keys, 2), (keys, 2)))
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device=place) for ends in ([0, 0, 0], [0, keys // 2, keys]))
+    out, found = flashtile.attention_varlen(q, k, v, cu_q, cu_k, returns=ALL, options=Options(backend=backend))
+    assert out.shape == (0, 4, 8)
+    assert found.lse.shape == found.entropy.shape == (4, 0)
+    assert found.max_logit.tolist() == [[-torch.inf] * 4] * 2
+    assert found.mass.tolist() == [[0.0] * keys] * 4
+    for gradient in torch.autograd.grad((out, found.entropy), (q, k, v), (out.detach(), found.entropy.detach())):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_used_lengths(backend: str, device: torch.device) -> None:
     place, options = place_of(backend, device), Options(backend=backend)
     q, k, v = (t.to(place) for t in sizes())

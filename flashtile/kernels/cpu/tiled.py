@@ -123,7 +123,7 @@ def backward(
         made |= {name: t.to(score_dtype(p)) for name, t in made.items() if name != "dq"}
     scratch, few = Scratch(exact=p.dtype is DType.FP32), _few(p)
     modifiers, sink, drop = Modifiers(p, tensors, score_dtype(p)), _sink(p, tensors), Drop(p, tensors)
-    reach = Reach(p, tensors, first_batch)
+    reach, by_rows = Reach(p, tensors, first_batch), p.dtype is DType.FP32 and _adds_rows(p)
     mean = (
         torch.zeros_like(tensors["lse"], dtype=torch.float64).transpose(1, 2).unsqueeze(3)
     )  # of a row's dp, where it is wanted
@@ -145,8 +145,11 @@ def backward(
             most = longest_k * reach.bound(given.scaled_q, given.dout)
             dq = torch.zeros_like(given.scaled_q) if "dq" in made else None
             total = torch.zeros_like(given.delta) if rough_lse and dq is not None and not whole else None
+            rest = None
             if sums:
-                given = _summed(rows, modifiers, drop, scratch, reach, most, given, all_k, all_v)
+                given = _summed(given, *_sums(rows, modifiers, drop, scratch, reach, most, given, all_k, all_v))
+            elif by_rows and dtype is wide and not whole:
+                given, rest = _cancelling(given, *_sums(rows, modifiers, drop, scratch, reach, most, given, all_k, all_v))
             for tile in tiles:
                 if reach.misses(rows, tile, most, given.lse):
                     continue
@@ -168,6 +171,8 @@ def backward(
                 if "dsink" in outputs:
                     rows.of(mean).add_(rows.by_head((prob * dp).sum(2, keepdim=True)))
                 ds = scratch.cast("ds", dp, wide).sub_(given.delta)
+                if rest is not None:
+                    ds.sub_(rest)
                 if whole:
                     ds.sub_((prob * ds).sum(2, keepdim=True).sub_(given.dlse))
                 if lone is not None:  # what changes the row's one score changes nothing but lse
@@ -209,14 +214,13 @@ class BackwardRows(NamedTuple):
     sink: torch.Tensor | None
 
 
-def _summed(
+def _sums(
     rows: Rows, modifiers: Modifiers, drop: Drop, scratch: Scratch, reach: Reach, most: float, given: BackwardRows,
     k: torch.Tensor, v: torch.Tensor,
-) -> BackwardRows:  # fmt: skip
-    """The same with delta as these probabilities and their gradients make it, in a pass over the tiles: sum_d out * dout would
-    bring in the rounding of out to 16 bits. What is `given` beside p is divided by their sum, as lse is rounded too.
-    """
-    total, mean = torch.zeros_like(given.delta), torch.zeros_like(given.delta)
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(sum of p, sum of p times its gradient) of each row, in a pass over the tiles; float64 where sums are to be exact."""
+    sums = torch.float64 if scratch.exact else given.delta.dtype
+    total, mean = (torch.zeros_like(given.delta, dtype=sums) for _ in range(2))
     if given.sink is not None:
         total += (given.sink - given.lse).exp_()
     for tile in rows.tiles():
@@ -227,11 +231,30 @@ def _summed(
         dropped = drop.mask(rows, tile)
         if dropped is not None:
             dp.masked_fill_(dropped, 0.0).mul_(drop.factor)
-        total += prob.sum(2, keepdim=True)
-        mean += dp.mul_(prob).sum(2, keepdim=True)
-    total = _or_one(total)
+        total += prob.sum(2, keepdim=True, dtype=sums)
+        mean += dp.mul_(prob).sum(2, keepdim=True, dtype=sums)
+    return _or_one(total), mean
+
+
+def _summed(given: BackwardRows, total: torch.Tensor, mean: torch.Tensor) -> BackwardRows:
+    """The same with delta as `_sums` of these probabilities and their gradients make it: sum_d out * dout would bring in the
+    rounding of out to 16 bits. What is `given` beside p is divided by their sum, as lse is rounded too.
+    """
     dlse = given.dlse / total
     return given._replace(dout=given.dout / total, delta=(mean / total) / total - dlse, dlse=dlse)
+
+
+def _cancelling(given: BackwardRows, total: torch.Tensor, mean: torch.Tensor) -> tuple[BackwardRows, torch.Tensor]:
+    """(the same with delta as `_sums` make it, what its rounding takes off it): a row's gradients then add up to dlse."""
+    exact = (mean - given.dlse) / total
+    delta = exact.to(given.delta.dtype)
+    return given._replace(delta=delta), (exact - delta).to(delta.dtype)
+
+
+def _adds_rows(p: AttentionProblem) -> bool:
+    """Whether a captured tensor's gradient is made of whole rows' sums, which are 0 but for dlse."""
+    pairs = ((kind, tensor) for spec in p.score for kind, tensor in zip(spec.kind.captured, spec.tensors, strict=True))
+    return any(kind.broadcast and tensor.grad and tensor.shape[-1] == 1 for kind, tensor in pairs)
 
 
 def _few(p: AttentionProblem) -> int:

@@ -19,9 +19,9 @@ PROGRAM_KEYS = 2048  # that one program goes through at most, where more program
 SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
 LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us longer (an H200)
 PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
-FEW_PARTS = 4  # or so many, where an item has no more
+FEW_PARTS = 4  # places of parts in the code at least, where an item has no more than half of the others
 ABREAST = 4  # sums of parts that warps form side by side, where few programs add many parts up
-SUM_REGISTERS = 128  # for ptxas else holds few loads under way
+SUM_REGISTERS = (128, 160)  # for ptxas else holds few loads under way: of SUM_ELEMENTS, and of twice as many
 SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
 
 UNSPECIALIZED = ["seqlen_q", "batch", "group", "capacity", "pages", "left", "right"]
@@ -238,9 +238,10 @@ def loaded_of(problem: CachedProblem, together: int) -> tuple[int, int]:
     A part that is not there changes no bit of a sum, but its place takes time: one item of 1,024 keys, which has 4 parts, took
     7.7 us where 4 had places and 8.8 where 8 have (an H200). That the places are what it pays for is a guess.
     """
-    if problem.splits <= FEW_PARTS and together > FEW_PARTS:
-        return FEW_PARTS, 1
-    return together, max(1, LOADS // together)
+    there = together
+    while there > FEW_PARTS and problem.splits <= there // 2:
+        there //= 2
+    return (together, max(1, LOADS // together)) if there == together else (there, 1)
 
 
 def abreast_of(problem: CachedProblem, together: int, tile: Any, device: Device) -> int:
@@ -290,5 +291,5 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
         (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("ABREAST", abreast), ("T", tile)), 4, 1,
-        False, SUM_REGISTERS if few else None, packing.early,
+        False, SUM_REGISTERS[tile.block_q * columns * abreast > SUM_ELEMENTS] if few else None, packing.early,
     )  # fmt: skip

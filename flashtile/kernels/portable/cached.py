@@ -174,7 +174,8 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     scratch = part_buffers(problem, problem.splits, "fp64" if tile.wide else "fp32") if split else ()
     partial = tuple(Pointer(b.name) for b in scratch)
     early = bool(split) and device.kind == "cuda" and device.arch >= 90
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device)
+    # A part that ends within the loop goes to memory by way of shared memory: of 64 rows of 512 numbers 128 KiB.
+    parts = 1 if problem.shared and launch.block_q > 16 else parts_of(problem, tiles * p.heads_kv * chunks, device)
     rest = p.head_dim - p.head_dim_v if problem.shared else 0
     packing = Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early,

@@ -200,6 +200,7 @@ LIGHT: dict[tuple[Pass, int], Launch] = {
     (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
     (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
+MASS_KEYS = 128  # of which a program has one product; where its tile has more, it goes by parts
 # A mass of so few queries that each program has one step of them: more programs at once hide what it waits for. An H200,
 # 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full and causal: 21 and 26 us, 27 and 35 with the tile above.
 FEW = Launch(64, 128, 4, 1, 8)
@@ -247,8 +248,10 @@ def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, l
         notes.append(f"statistics tile {launch.spell()}")
     if "mass" in direction.wanted:
         launch = (launches or {}).get(KEYS) or choose_light(p, device, KEYS, direction.last)
-        calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
-                                 heads=p.heads_q, more=(direction.last,)))  # fmt: skip
+        call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
+                           heads=p.heads_q, more=(direction.last,))  # fmt: skip
+        parts = -(-launch.block_k // MASS_KEYS)
+        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

@@ -31,7 +31,9 @@ from flashtile.kernels.portable.rows import by_head, load_dlse
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
 FIELDS = constexpr(8)  # numbers of a row for `second`, a power of two
-LONE = constexpr(2.0**-22)  # what the keys of a row but its first may add up to, in units of that, to count as nothing
+# What the keys of a row but its first may add up to, in units of that, to count as nothing; at float32's grade what rounding
+# takes off.
+LONE = constexpr(2.0**-22)
 
 
 class Moving(NamedTuple):
@@ -280,7 +282,7 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         if T.modifiers.prescale:
             level, norm = top, 1.0 / whole
         if T.may_be_lone:
-            lone = tl.abs(total - 1.0) <= LONE
+            lone = tl.abs(total - 1.0) <= (0.0 if T.exact or T.wide else LONE)
             norm = tl.where(lone, 1.0 if T.modifiers.prescale else 0.0, norm)
             mean = tl.where(lone, 0.0, mean)
         tl.store(fields, tl.where(sees, level, float("inf")), mask=here)

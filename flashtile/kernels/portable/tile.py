@@ -150,8 +150,8 @@ class Tile:
 
     @property
     def may_be_lone(self) -> bool:
-        """A row with one key alone is looked out for: below float32's grade its key's tangent and the row's do not cancel."""
-        return not (self.exact or self.wide or self.modifiers.sink)
+        """A row with one key alone is looked out for: its key's tangent and the row's are sums of another order."""
+        return not self.modifiers.sink
 
     @property
     def has_dout(self) -> bool:

@@ -60,11 +60,11 @@ class Gathering:
         mine, others = context.rank, [rank for rank in range(context.ranks) if rank != context.rank]
         self.transfers: list[Transfer | None] = []
         for stage in range(len(stages.ends[mine])):
-            sent = [(t[:, rows], to) for to in others for rows, _ in stages.coming(stage, to, mine) for t in given]
-            landing = [(t[:, at], by) for by in others for _, at in stages.coming(stage, mine, by) for t in self.whole]
+            sent = [(t[:, rows], to) for to in others for rows, _ in stages.news(stage, to, mine) for t in given]
+            landing = [(t[:, at], by) for by in others for _, at in stages.news(stage, mine, by) for t in self.whole]
             self.transfers.append(Transfer(sent, landing, context))
         for stage in range(len(self.transfers)):
-            for rows, at in stages.coming(stage, mine, mine):
+            for rows, at in stages.news(stage, mine, mine):
                 for to, t in zip(self.whole, given, strict=True):
                     to[:, at] = t[:, rows]
 
@@ -96,42 +96,45 @@ class Fetching:
 
 
 class Returning:
-    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys, each call's as soon as it is done.
-
-    tokens: how many keys each rank holds.
+    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys: the last call's first, and each as soon
+    as no call is left that sees them. tokens: how many keys each rank holds.
     """
 
     def __init__(self, context: Context, stages: Stages, tokens: int):
         self.context, self.stages, self.tokens = context, stages, tokens
-        self.sums = dict[int, list[OfKeys]]()  # by group, of keys that this rank holds
+        self.seen_before = dict[int, list[torch.Tensor]]()  # by group, of the keys that the calls to come see, too
+        self.sums = dict[int, list[OfKeys]]()  # of keys that this rank holds
         self.under_way = dict[int, tuple[Transfer, list[OfKeys]]]()
 
     def begin(self, group: int, stage: int, part: OfKeys) -> None:
-        """Send what a call gives of other ranks' keys."""
-        context, mine = self.context, self.context.rank
+        """Add a call's, and send those of other ranks' keys that are done."""
+        context, mine, ends = self.context, self.context.rank, self.stages.ends[self.context.rank]
         keys, *grads = part
-        end = self.stages.ends[mine][stage]
-        if keys != slice(0, end):  # a caller who knows that the other keys get nothing
-            all_keys = [t.new_zeros((t.shape[0], end, *t.shape[2:])) for t in grads]
+        if keys != slice(0, ends[stage]):  # a caller who knows that the other keys get nothing
+            all_keys = [t.new_zeros((t.shape[0], ends[stage], *t.shape[2:])) for t in grads]
             for to, t in zip(all_keys, grads, strict=True):
                 to[:, keys] = t
             grads = all_keys
+        for total, later in zip(grads, self.seen_before.pop(group, ()), strict=False):
+            total += later
+        if stage:
+            self.seen_before[group] = [t[:, : ends[stage - 1]] for t in grads]
         sent: list[tuple[torch.Tensor, int]] = []
         landing: list[tuple[torch.Tensor, int]] = []
         came: list[OfKeys] = []
         for rank in range(context.ranks):
             if rank == mine:
                 continue
-            for _, at in self.stages.going(stage, mine, rank):
+            for _, at in self.stages.news(stage, mine, rank):
                 sent += [(t[:, at], rank) for t in grads]
-            for rows, _ in self.stages.going(stage, rank, mine):
+            for rows, _ in self.stages.news(stage, rank, mine):
                 new = [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in grads]
                 landing += [(t, rank) for t in new]
                 came.append((rows, new[0], new[1]))
         transfer = Transfer(sent, landing, context)
-        own = [(rows, *(t[:, at] for t in grads)) for rows, at in self.stages.going(stage, mine, mine)]
+        own = [(rows, *(t[:, at] for t in grads)) for rows, at in self.stages.news(stage, mine, mine)]
         self._absorb(group)
-        self.sums[group] = _summed([*self.sums.get(group, []), *own])
+        self.sums[group] = [*self.sums.get(group, []), *own]
         self.under_way[group] = transfer, came
 
     def _absorb(self, group: int) -> None:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 from flashtile.errors import InvalidProblem
 from flashtile.problem.dropout import GRAIN
 from flashtile.problem.mask import Band, make_mask
-from flashtile.torch.context.layout import LAYOUTS, Fetched, check_length, fetched, pairs, runs, sent_rows
+from flashtile.torch.context.layout import LAYOUTS, Fetched, Stages, check_length, fetched, pairs, runs, sent_rows, stages
 
 TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
 MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
 KEYS, TILES = 128, 512  # keys of a tile; tiles that fill the 132 processors of an H100 about four times. With 128 tiles of
 # grouped heads a causal backward ends with its longest one: 16k tokens took 12.35 ms instead of 9.1 (two H200, 2026-11-29)
+LARGE = 1 << 20
 METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 
 
@@ -140,16 +141,21 @@ class Context:
             over = TWO_AXES.get(name, name)
             forward, backward = sent_bytes(over, q, k, v, outer if name in TWO_AXES else ranks)
             of = ""
-            if over == "allgather" and halo:  # as many numbers where heads are exchanged for positions
-                forward, backward = halo_bytes(self.layout, q, k, v, wanted, inner)
-                of = "the halo of its window alone: "
+            if over == "allgather" and self.layout != "striped":  # as many numbers where heads are exchanged for positions
+                forward, backward = (
+                    halo_bytes(self.layout, q, k, v, wanted, inner)
+                    if halo
+                    else stage_bytes(stages(self.layout, (seqlen_q, seqlen_k), outer, reach), q, k, v, inner)
+                )
+                of = "the halo of its window alone: " if halo else ""
             if name in TWO_AXES:
                 of_heads = sent_bytes("ulysses", q, k, v, inner)
                 forward, backward = forward + of_heads[0], backward + of_heads[1]
             groups = (
                 1 if name not in ("allgather", "ulysses") or (halo and name == "allgather") else head_groups(name, q, k, self)
             )
-            hidden = f", in {groups} groups of heads: all but one group's while others are computed" if groups > 1 else ""
+            under_way = ": all but one group's while others are computed" if q.device.type != "cpu" else ""
+            hidden = f", in {groups} groups of heads{under_way}" if groups > 1 else ""
             hidden = ", all but the first step's while keys are computed" if over == "ring" and outer > 1 else hidden
             why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward{hidden}"
             lines.append(f"{'*' if name == method else ' '} {name}: {why}")
@@ -223,18 +229,22 @@ def against_dropout(method: str, layout: str, lengths: tuple[int, int], ranks: i
 
 def head_groups(method: str, q: Any, k: Any, context: Context) -> int:
     """In how many groups of heads keys are gathered, or heads exchanged: a power of two that divides those of k that a rank
-    attends; 1 where nothing would be hidden.
+    attends; 1 where it would bring nothing.
 
-    A call of a group has at least TILES tiles of keys: a backward's programs walk one each, for all heads of q that share it.
-    Transport on a CPU takes the same cores.
+    What is gathered, and its gradients, are then there for one group at a time. On a GPU a call of a group has at least TILES
+    tiles of keys: a backward's programs walk one each, for all heads of q that share it. On a CPU it has at least LARGE bytes
+    of keys.
     """
-    if q.device.type == "cpu" or context.ranks == 1:
+    if context.ranks == 1:
         return 1
     by_heads = method == "ulysses"
     share = context.ranks if by_heads else 1
     keys = k.shape[1] * share // (2 if context.layout == "zigzag" and not by_heads else 1)  # of the shortest call
-    tiles, groups = k.shape[0] * k.shape[2] // share * (keys // KEYS), 1
-    while groups < MOST_GROUPS and k.shape[2] % (2 * groups * share) == 0 and tiles // (2 * groups) >= TILES:
+    size, least = k.shape[0] * k.shape[2] // share * (keys // KEYS), TILES
+    if q.device.type == "cpu":
+        size, least = k.numel() * k.element_size() * context.ranks // share, LARGE
+    groups = 1
+    while groups < MOST_GROUPS and k.shape[2] % (2 * groups * share) == 0 and size // (2 * groups) >= least:
         groups *= 2
     return groups
 
@@ -244,6 +254,19 @@ def halo_bytes(layout: str, q: Any, k: Any, v: Any, wanted: tuple[Fetched, ...],
     row = k.shape[0] * k.shape[2] // inner * (q.shape[-1] + v.shape[-1])
     sent, received = zip(*sent_rows(layout, k.shape[1] * inner * len(wanted), wanted), strict=True)
     return max(sent) * row * q.dtype.itemsize, max(received) * row * 4
+
+
+def stage_bytes(plan: Stages, q: Any, k: Any, v: Any, inner: int) -> tuple[int, int]:
+    """(forward, backward): the bytes that the busiest rank sends by "allgather": of keys that others' queries see."""
+    ranks, row = range(len(plan.held)), k.shape[0] * k.shape[2] // inner * (q.shape[-1] + v.shape[-1])
+    count = lambda places: sum(rows.stop - rows.start for rows, _ in places)  # noqa: E731
+    keys, sums = (
+        max(
+            sum(count(places(stage, by, to)) for to in ranks if to != by for stage in range(len(plan.ends[by]))) for by in ranks
+        )
+        for places in (lambda stage, by, to: plan.news(stage, to, by), plan.news)
+    )
+    return keys * row * q.dtype.itemsize, sums * row * 4
 
 
 def sent_bytes(method: str, q: Any, k: Any, v: Any, ranks: int) -> tuple[int, int]:

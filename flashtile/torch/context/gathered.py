@@ -154,7 +154,14 @@ class _Gathered(torch.autograd.Function):
         of_other: list[torch.Tensor | None] = [None] * len(others)
         with torch.no_grad():
             dq = torch.empty_like(q) if q_wanted else None
-            dk, dv = (torch.empty(shape, dtype=dtype, device=q.device) if keys_wanted else None for shape, dtype in ctx.kinds)
+            grads_of_keys = list[torch.Tensor]()
+
+            def arrived(group: int) -> None:
+                """Write a group's sums: what is theirs is made as late as that."""
+                if not grads_of_keys:
+                    grads_of_keys.extend(torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in ctx.kinds)
+                returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
+
             for p, some in reversed(list(zip(ctx.placed, kept, strict=True))):
                 keys = [_widened(t[:, p.part.keys]) for t in wholes[2 * p.group : 2 * p.group + 2]]
                 there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
@@ -167,11 +174,12 @@ class _Gathered(torch.autograd.Function):
                 if keys_wanted:
                     returning.begin(p.group, p.stage, (p.part.keys, of_keys[0], of_keys[1]))
                     if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
-                        returning.arrived(p.group + 1, *(_of_group(t, p.group + 1, ctx.count) for t in (dk, dv)))
+                        arrived(p.group + 1)
                 del keys, there, above, found, of_keys
             if keys_wanted:
-                returning.arrived(0, *(_of_group(t, 0, ctx.count) for t in (dk, dv)))
-        made = dq, *(grad if wanted else None for grad, wanted in zip((dk, dv), kv_wanted, strict=True)), *of_other
+                arrived(0)
+        of_keys = [t if wish else None for t, wish in zip(grads_of_keys, kv_wanted, strict=False)] or [None, None]
+        made = dq, *of_keys, *of_other
         return None, None, None, None, *first_derivatives(WHAT, "torch", made, saved, grads)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.context.collectives import WHAT, ToHeads, ToTokens
+from flashtile.torch.context.collectives import WHAT, ToHeads, ToTokens, wider
 from flashtile.torch.context.context import Context, head_groups
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.routes.derivatives import first_derivatives
@@ -50,6 +50,9 @@ class _Heads(torch.autograd.Function):
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
         groups, saved, leaving = len(calls), list[torch.Tensor](), list[list[ToTokens]]()
+        wholes = [q.new_empty((*q.shape[:3], v.shape[3]))]
+        if return_lse:
+            wholes.append(q.new_empty((*q.shape[:3], 1), dtype=wider(q.dtype)))
         ctx.counts = list[int]()
         for group, (call, at) in enumerate(calls):
             whole = [t for exchange in coming[group] for t in exchange.arrived()]
@@ -58,13 +61,10 @@ class _Heads(torch.autograd.Function):
             leaving.append([ToTokens([t], context, group, groups) for t in results])
             saved += [*whole, *others[at], *made]
             ctx.counts.append(3 + len(others[at]) + len(made))
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        wholes = [out]
-        if return_lse:
-            wholes.append(out.new_empty((*q.shape[:3], 1), dtype=leaving[0][1].dtype))
-        for of_group in leaving:
-            for exchange, to in zip(of_group, wholes, strict=True):
-                exchange.arrived([to])
+            if group:
+                _there(leaving, [[to] for to in wholes])
+        _there(leaving, [[to] for to in wholes])
+        out = wholes[0]
         ctx.calls, ctx.context, ctx.shapes = calls, context, [(t.shape, t.dtype) for t in (q, k, v)]
         ctx.save_for_backward(out, *saved)
         ctx.set_materialize_grads(False)
@@ -79,6 +79,7 @@ class _Heads(torch.autograd.Function):
         with torch.no_grad():
             given = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
             coming = [[t if t is None else ToHeads([t], context, group, groups) for t in given] for group in range(groups)]
+            made = list[torch.Tensor | None]()
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
                 above, *of_lse = [None if t is None else t.arrived()[0] for t in coming[group]]
@@ -87,14 +88,20 @@ class _Heads(torch.autograd.Function):
                 leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
                 del above, of_lse, down_lse, found, there
-            made = [
-                torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
-                for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
-            ]
-            for of_group in leaving:
-                for exchange, to in zip(of_group, _alike(made), strict=True):
-                    exchange.arrived(to)
+                made = made or [  # as late as the first is wanted
+                    torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
+                    for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
+                ]
+                if group:
+                    _there(leaving, _alike(made))
+            _there(leaving, _alike(made))
         return None, None, None, None, *first_derivatives(WHAT, "torch", (*made, *of_other), saved, grads)
+
+
+def _there(leaving: list[list[ToTokens]], places: list[list[torch.Tensor]]) -> None:
+    """Write what left first where it belongs."""
+    for exchange, to in zip(leaving.pop(0), places, strict=True):
+        exchange.arrived(to)
 
 
 def _alike(tensors: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:

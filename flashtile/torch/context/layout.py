@@ -159,23 +159,15 @@ class Stages:
     held: tuple[tuple[Run, ...], ...]
     ends: tuple[tuple[int, ...], ...]
 
-    def coming(self, stage: int, to: int, source: int) -> list[tuple[slice, slice]]:
+    def news(self, stage: int, to: int, source: int) -> list[tuple[slice, slice]]:
         """(which rows of `source`, which keys of the whole): those that a run of queries sees and the runs before do not."""
-        before = self.ends[to][stage - 1] if stage else 0
-        return self._held(source, before, self.ends[to][stage])
-
-    def going(self, stage: int, source: int, to: int) -> list[tuple[slice, slice]]:
-        """(which rows of `to`, which keys of the whole): those of which a run of queries of `source` has gradients."""
-        return self._held(to, 0, self.ends[source][stage])
-
-    def _held(self, rank: int, start: int, end: int) -> list[tuple[slice, slice]]:
+        start, end = self.ends[to][stage - 1] if stage else 0, self.ends[to][stage]
         found: list[tuple[slice, slice]] = []
         row = 0
-        for run in self.held[rank]:
+        for run in self.held[source]:
             first, stop = max(run.start, start), min(run.start + run.count, end)
             if first < stop:
-                rows = slice(row + first - run.start, row + stop - run.start)
-                found.append((rows, slice(first, stop)))
+                found.append((slice(row + first - run.start, row + stop - run.start), slice(first, stop)))
             row += run.count
         return found
 

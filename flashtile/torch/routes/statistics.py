@@ -60,11 +60,11 @@ def run_watched(
         names = frozenset(which.split(","))
         (out, lse, *kept), made = forward_with_statistics(layout.call, layout.slabs(packs), rest, names)
         residual, none = residual_of(lse, kept, q.dtype), lse.new_empty(0)
+        made = {n: t[0] if layout.varlen else t for n, t in made.items()}
         rows = [made[n].contiguous() if n in made else none.clone() for n in ROW_STATISTICS]
         lse = lse.contiguous()
         if layout.varlen:
             out, lse, residual = out[0], lse[0], residual[0] if residual.dim() > 1 else residual
-            rows = [t[0] if t.numel() else t for t in rows]
         return laid(out, layout.out_strides), lse, residual, *rows
 
 

@@ -201,8 +201,9 @@ def spared(ds, p):
 
     Without dropout out is that key's value, in 16 bits as it is, and nothing is rounded. All other keys of such a row together
     weigh less than 2^-14, which is less than what out is rounded by. Only a masked tile has such a key, unless a tensor that is
-    added hides the others.
+    added hides the others. It is asked where this stands: steps that need no mask would all select, too.
     """
+    p = stay(p.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
     return gl.where(p > WHOLE, 0.0, ds)
 
 
