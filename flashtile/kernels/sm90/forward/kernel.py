@@ -372,8 +372,6 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     decay, limit, highest = (), (), ()
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-        if T.stored.fp8:
-            top = top - LIFT_LOG2
         if T.seeks_peak:
             limit, highest = gl.full(total.shape, 1.0, gl.float32, total.type.layout), top
     elif T.stored.fp8:
@@ -454,9 +452,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if T.seeks_peak:  # rounded sums may be a little less than what they are of; where a row was measured anew it must look
             bound = gl.where(top == base, most * (1.0 + 2.0**-14), float("inf"))
             limit, highest = peaked_rows(p, top, rows.limit * decay, rows.highest, bound, T)
-        if T.stored.fp8:
-            weights = stored_weights(p, T)
-        elif (
+        if (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
@@ -496,7 +492,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    decay = decay if T.stored.fp8 and not T.softmax.watches else ()
+    decay = decay if T.stored.fp8 else ()
     return ForwardRows(acc, weights, top, total, fetched, ahead, decay, depth, limit, highest)
 
 
