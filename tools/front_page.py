@@ -121,7 +121,7 @@ def slower(folder: Path) -> str:
     results = [r for r in read_bench(folder / "hopper-models-h200.csv") if r.tflops is not None]
     both = [[r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row))]
             for way in ("forward", "backward")]  # fmt: skip
-    add("training shapes of today's models (Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3, a video DiT, ViT-L)",
+    add("training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3",
         f"forward {_mean(both[0])}, backward {_mean(both[1])}", "cuDNN, FlashAttention-4", results, "H200")  # fmt: skip
     return "\n".join([*lines, ""])
 
