@@ -245,7 +245,7 @@ def lifted(score, top, factor, wild, MASKED: gl.constexpr, T: gl.constexpr):
     factors = gl.full(score.shape, factor, gl.float32, L)
     asked = gl.convert_layout(of_rows(wild, T), row_layout(KEYS))[:, None].broadcast_to(score.shape)
     return first_of_lanes(
-        raised(score, across(top, KEYS), factors, asked, MASKED or T.may_start_empty, T.softmax.votes, T.stored.fp8, KEYS), T
+        raised(score, across(top, KEYS), factors, asked, MASKED or T.may_start_empty, T.softmax.votes, KEYS), T
     )
 
 
@@ -254,11 +254,10 @@ def measured(p, top, sums, T: gl.constexpr):
     """(p, top, sums) of probabilities p, measured from `top`, and their `lane_sums`.
 
     Of a row of which some lane has summed up more than 256 they are measured anew, from a power of two near its greatest: that
-    is exact. But if that is above 2^64 the sum is infinite: p may be, too, and carefully there is no such row (`lifted`). Of
-    e4m3, which ends at 448, that is the limit, and the greatest becomes 64, or a power of two below where sums ask for it.
+    is exact. But if that is above 2^64 the sum is infinite: p may be, too, and carefully there is no such row (`lifted`).
     """
     KEYS: gl.constexpr = p.shape[1]
-    p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), T.stored.fp8, KEYS)
+    p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), KEYS)
     return p, first_of_lanes(tops, T), first_of_lanes(all_sums, T)
 
 

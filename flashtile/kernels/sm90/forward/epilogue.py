@@ -37,7 +37,7 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
     else:
         level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
-    if T.stored.fp8 and not T.softmax.watches:
+    if T.stored.fp8:
         level = level - LIFT_LOG2
     if T.softmax.bounded:
         level = gl.where(total == 0.0, float("-inf"), level)

@@ -366,8 +366,6 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     decay = ()
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-        if T.stored.fp8:
-            top = top - LIFT_LOG2
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
     return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
@@ -433,9 +431,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-        if T.stored.fp8:
-            weights = stored_weights(p, T)
-        elif (
+        if (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
@@ -475,7 +471,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 and not T.softmax.watches else (), depth)
+    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 
 @gluon.jit

@@ -409,7 +409,7 @@ def watches(problem: AttentionProblem, form: Form) -> bool:
 
     A bias of 64 columns takes the registers for it.
     """
-    if problem.multiplies_fp8:  # e4m3 has little room for probabilities above 1
+    if problem.multiplies_fp8:  # e4m3 has no room for probabilities above 1
         return False
     columns, parts = key_parts(problem)
     biased = form.adds == 1 and early(problem, form) is not None and columns * parts > 64
