@@ -372,13 +372,10 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     decay, limit, highest = (), (), ()
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-<<<<<<< HEAD
         if T.stored.fp8:
             top = top - LIFT_LOG2
-=======
         if T.seeks_peak:
             limit, highest = gl.full(total.shape, 1.0, gl.float32, total.type.layout), top
->>>>>>> main
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
     return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth, limit, highest)
@@ -451,19 +448,15 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         p, top, sums = measured(p, base, sums, T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-<<<<<<< HEAD
-        if T.stored.fp8:
-            weights = stored_weights(p, T)
-        elif (
-=======
         if T.finds_entropy:
             rise, jump = level(rows.top, MASKED, T) - level(top, MASKED, T), level(base, MASKED, T) - level(top, MASKED, T)
             depth = (rows.depth + rows.total * rise) * decay + (depth * gl.exp2(jump) + sums * jump)
         if T.seeks_peak:  # rounded sums may be a little less than what they are of; where a row was measured anew it must look
             bound = gl.where(top == base, most * (1.0 + 2.0**-14), float("inf"))
             limit, highest = peaked_rows(p, top, rows.limit * decay, rows.highest, bound, T)
-        if (
->>>>>>> main
+        if T.stored.fp8:
+            weights = stored_weights(p, T)
+        elif (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
@@ -503,12 +496,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-<<<<<<< HEAD
-    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 and not T.softmax.watches else (), depth)
-=======
-    decay = decay if T.stored.fp8 else ()
+    decay = decay if T.stored.fp8 and not T.softmax.watches else ()
     return ForwardRows(acc, weights, top, total, fetched, ahead, decay, depth, limit, highest)
->>>>>>> main
 
 
 @gluon.jit
