@@ -271,6 +271,26 @@ except NotSupported as refusal:
     assert told in rest[-1]
 
 
+def test_a_kernel_file_that_is_damaged_is_not_laid_to_triton() -> None:
+    """A file of ours that does not parse, as one with a merge's marks: its own error, for slower kernels would hide it."""
+    code = """
+import importlib.abc, sys
+class Damaged(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "flashtile.kernels.sm90.forward.kernel":
+            raise SyntaxError("invalid syntax (kernel.py, line 375)")
+sys.meta_path.insert(0, Damaged())
+from flashtile import AttentionProblem, dispatch
+from flashtile.plan.device import H100
+try:
+    dispatch.select(AttentionProblem.parse("attention(q=2x1024x8x128,kv=1024x8x128,bf16)"), H100)
+except SyntaxError as error:
+    print(error)
+"""
+    pytest.importorskip("triton")
+    assert fresh(code).splitlines() == ["invalid syntax (kernel.py, line 375)"]
+
+
 def test_whoever_switches_triton_s_interpreter_on_gets_bfloat16() -> None:
     """Whose arithmetic Triton's own is not: `flashtile.triton_glue.interpreter`."""
     pytest.importorskip("triton")

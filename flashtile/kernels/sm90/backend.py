@@ -550,6 +550,8 @@ def gluon_refusal() -> str | None:
     """Why this Triton's Gluon cannot build the kernels, which is said in a warning once; None when it can."""
     try:
         from flashtile.kernels.sm90.backward import dq_queries as queries  # noqa: F401
+    except SyntaxError:  # no release changes how a file is parsed: this copy of the library is damaged
+        raise
     except Exception as error:  # whatever a release changed: a refusal, never a crash
         reason = f"Triton {_triton.VERSION}'s Gluon differs from the one these kernels are written in: {error}"
         warnings.warn(f"{reason}. Slower ones take the place of Hopper's.", stacklevel=2)
