@@ -166,7 +166,7 @@ def spelled(tile: Any, call: KernelCall) -> str:
     """A tile as its kernel sees it, as far as it is a choice."""
     words = []
     for name in ("block_q", "block_k", "groups", "stages", "stages_dout", "products", "correction", "held", "adds_dq", "pieces",
-                 "helps", "offset", "converts", "joined", "narrow", "parted", "apart", "turns", "staged", "resident"):  # fmt: skip
+                 "helps", "offset", "converts", "joined", "parted", "apart", "turns", "staged", "resident"):  # fmt: skip
         value = getattr(tile, name, None)
         if value not in (None, False, "", "unit"):
             words.append(name if value is True else f"{name}={value}")

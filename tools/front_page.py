@@ -44,6 +44,7 @@ FEATURES = {  # rows of docs/support.md -> what README calls them
     "the second derivative": "second derivatives",
     "fp8 products": "fp8 products, forward only",
     "paged cache, forward": "decoding from a paged cache",
+    "paged cache, a window and sinks": "the same with a window, sinks",
 }
 
 
@@ -117,6 +118,11 @@ def slower(folder: Path) -> str:
     )
     add("decoding one query, Hopper's own kernel", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
+    results = [r for r in read_bench(folder / "hopper-models-h200.csv") if r.tflops is not None]
+    both = [[r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row))]
+            for way in ("forward", "backward")]  # fmt: skip
+    add("training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3",
+        f"forward {_mean(both[0])}, backward {_mean(both[1])}", "cuDNN, FlashAttention-4", results, "H200")  # fmt: skip
     return "\n".join([*lines, ""])
 
 

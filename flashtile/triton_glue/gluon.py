@@ -180,23 +180,23 @@ def _row(columns: int, row: int) -> list[int]:
 
 
 @gluon.constexpr_function
-def _row_maximum(mine: list[str]) -> str:
-    """m: the greatest of a thread's numbers of a row; four lanes hold it."""
-    own = f"mov.f32 m, {mine[0]};\n" + "".join(f"max.f32 m, m, {x};\n" for x in mine[1:])
+def _row_maximum(mine: list[int]) -> str:
+    """m: the greatest of a row's numbers; four lanes hold it."""
+    own = f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
     return own + "".join(f"shfl.sync.bfly.b32 n, m, {lane}, 31, 0xffffffff; max.f32 m, m, n;\n" for lane in (1, 2))
 
 
 @gluon.constexpr_function
-def _raised(columns: int, blind: bool, votes: bool, lifts: bool) -> str:
+def _raised(columns: int, blind: bool, votes: bool) -> str:
     count, rare, ask, farthest = columns // 2, "", "", "0f5F800000"  # 2^64
     first = [2 * count, 3 * count, 4 * count]  # where top, factor and wild begin
     for row in (0, 1):
-        rare += f"{_row_maximum([f'${count + i}' for i in _row(columns, row)])} mov.f32 b, t{row};\n"
+        rare += f"{_row_maximum([count + i for i in _row(columns, row)])} mov.f32 b, t{row};\n"
         if blind:
             rare += "setp.eq.f32 q, b, 0fFF800000; selp.f32 b, 0f00000000, b, q; setp.gt.and.f32 q, m, 0fFF800000, q;\n"
         rare += f"neg.f32 b, b; fma.rn.f32 n, m, ${first[1]}, b; ex2.approx.ftz.f32 n, n;\n"
         rare += f"setp.gt{'.or' if blind else ''}.f32 p, n, {farthest}{', q' if blind else ''};\n"
-        rare += f"mul.f32 m, m, ${first[1]}; {'add.f32 m, m, 0fC1000000; ' if lifts else ''}@p mov.f32 t{row}, m;\n"
+        rare += f"mul.f32 m, m, ${first[1]}; @p mov.f32 t{row}, m;\n"
     if blind:
         ask = "setp.eq.or.f32 p, t0, 0fFF800000, p; setp.eq.or.f32 p, t1, 0fFF800000, p;"
     if blind or votes:
@@ -217,51 +217,35 @@ def _operands(columns: int, kinds: str) -> str:
 
 
 @gluon.jit
-def raised(score, top, factor, wild, BLIND: gl.constexpr, VOTES: gl.constexpr, LIFTS: gl.constexpr, COLUMNS: gl.constexpr):
+def raised(score, top, factor, wild, BLIND: gl.constexpr, VOTES: gl.constexpr, COLUMNS: gl.constexpr):
     """`top`, and behind a jump what `scores.lifted` says of it; all are 64 x COLUMNS, in `matrix_layout`, top of whole rows.
 
     A warp jumps that is careful or, if BLIND, of which some row's top is -inf. Careful is where it VOTES that of which some
-    thread's `wild` is not 0x7FFFFFFF (again.NONE), otherwise that whose `wild`, the same in all its threads, is not 0. Where it
-    LIFTS a row's greatest probability becomes 256.
+    thread's `wild` is not 0x7FFFFFFF (again.NONE), otherwise that whose `wild`, the same in all its threads, is not 0.
     """
     return gl.inline_asm_elementwise(
-        _raised(COLUMNS, BLIND, VOTES, LIFTS), _operands(COLUMNS, "=f f f f r"), [score, top, factor, wild], dtype=gl.float32,
+        _raised(COLUMNS, BLIND, VOTES), _operands(COLUMNS, "=f f f f r"), [score, top, factor, wild], dtype=gl.float32,
         is_pure=False, pack=COLUMNS // 2,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _factor(lifts: bool, row: int) -> str:
-    """n: the power of two that makes m 1 to 2; where it LIFTS what makes it 64, or the power of two below with which no lane's
-    sum is above 256. m: log2 of 1 / n.
-    """
-    if not lifts:
-        bits = "mov.b32 v, m; and.b32 v, v, 0x7F800000; sub.s32 w, 0x7F000000, v; shr.s32 v, v, 23; sub.s32 v, v, 127;"
-        return f"{bits} mov.b32 n, w; cvt.rn.f32.s32 m, v;\n"
-    sums = "".join(f"shfl.sync.bfly.b32 n, u, {lane}, 31, 0xffffffff; max.f32 u, u, n;\n" for lane in (1, 2))
-    power = "add.s32 v, v, 0x7FFFFF; and.b32 v, v, 0x7F800000; max.s32 v, v, 0x3F800000; sub.s32 v, 0x7F000000, v;"
-    return f"""mov.f32 u, s{row}; {sums} rcp.approx.ftz.f32 n, m; mul.f32 u, u, n; mul.f32 u, u, 0f3E800000; mov.b32 v, u;
-        {power} mov.b32 u, v; mul.f32 n, n, u; mul.f32 n, n, 0f42800000; lg2.approx.ftz.f32 m, n; neg.f32 m, m;\n"""
-
-
-@gluon.constexpr_function
-def _rebased(columns: int, lifts: bool) -> str:
-    count, rare, farthest = columns // 2, "", "0f5F800000"  # 2^64
-    much = "0f43E00000" if lifts else "0f43800000"  # 448, 256
+def _rebased(columns: int) -> str:
+    count, rare, much, farthest = columns // 2, "", "0f43800000", "0f5F800000"  # 256 and 2^64
     for row in (0, 1):
-        mine = [f"${i}" for i in _row(columns, row)]
+        mine = _row(columns, row)
         rare += f"setp.leu.f32 p, s{row}, {much}; setp.num.and.f32 p, s{row}, s{row}, p; selp.b32 w, 0, 1, p;\n"
         rare += "".join(f"shfl.sync.bfly.b32 v, w, {lane}, 31, 0xffffffff; or.b32 w, w, v;\n" for lane in (1, 2))
-        rare += f"{_row_maximum(mine)} setp.ne.s32 p, w, 0; setp.gt.and.f32 q, m, {farthest}, p;\n{_factor(lifts, row)}"
-        rare += "selp.f32 n, n, 0f3F800000, p; selp.f32 m, m, 0f00000000, p;\n"
+        rare += f"{_row_maximum(mine)} setp.ne.s32 p, w, 0; setp.gt.and.f32 q, m, {farthest}, p;\n"
+        rare += "mov.b32 v, m; and.b32 v, v, 0x7F800000; sub.s32 w, 0x7F000000, v; shr.s32 v, v, 23; sub.s32 v, v, 127;\n"
+        rare += "mov.b32 n, w; selp.f32 n, n, 0f3F800000, p; cvt.rn.f32.s32 m, v; selp.f32 m, m, 0f00000000, p;\n"
         rare += f"add.f32 t{row}, t{row}, m; mul.f32 s{row}, s{row}, n; @q mov.f32 s{row}, 0f7F800000;\n"
-        rare += "".join(f"mul.f32 {x}, {x}, n;\n" for x in mine)
+        rare += "".join(f"mul.f32 ${i}, ${i}, n;\n" for i in mine)
     made = "".join(f"mov.f32 ${count + i}, t{i // 2 % 2}; mov.f32 ${2 * count + i}, s{i // 2 % 2};\n" for i in range(count))
-    asked = f"setp.gtu.f32 p, s0, {much}; setp.gtu.or.f32 p, s1, {much}, p;"
     return f"""{{
-        .reg .pred p, q; .reg .b32 v, w; .reg .f32 t<2>, s<2>, m, n, u;
+        .reg .pred p, q; .reg .b32 v, w; .reg .f32 t<2>, s<2>, m, n;
         mov.f32 t0, ${4 * count}; mov.f32 t1, ${4 * count + 2}; mov.f32 s0, ${5 * count}; mov.f32 s1, ${5 * count + 2};
-        {asked if lifts else f"add.f32 n, s0, s1; setp.gtu.f32 p, n, {much};"}
+        add.f32 n, s0, s1; setp.gtu.f32 p, n, {much};
         vote.sync.any.pred p, p, 0xffffffff;
         @!p bra.uni done;
         {rare}done:
@@ -270,70 +254,15 @@ def _rebased(columns: int, lifts: bool) -> str:
 
 
 @gluon.jit
-def rebased(p, top, sums, LIFTS: gl.constexpr, COLUMNS: gl.constexpr):
+def rebased(p, top, sums, COLUMNS: gl.constexpr):
     """(p, top, sums), and behind a vote and a jump what `scores.measured` says of them; 64 x COLUMNS, in `matrix_layout`.
 
     top: of whole rows; sums: of a lane's numbers of a row.
     """
     return gl.inline_asm_elementwise(
-        _rebased(COLUMNS, LIFTS), _in_place(COLUMNS, "f", 3, 2), [p, top, sums], dtype=(gl.float32, gl.float32, gl.float32),
+        _rebased(COLUMNS), _in_place(COLUMNS, "f", 3, 2), [p, top, sums], dtype=(gl.float32, gl.float32, gl.float32),
         is_pure=False, pack=COLUMNS // 2,
     )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _peaked(columns: int) -> str:
-    count, rare, made = columns // 2, "", ""
-    top, limit, highest, bound = (columns + count * i for i in range(1, 5))
-    for row in (0, 1):
-        mine = [columns + i for i in _row(columns, row)]
-        rare += f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
-        rare += f"lg2.approx.ftz.f32 m, m; add.f32 m, m, ${top + 2 * row}; max.f32 h, h, m;\n"
-    rare += "".join(f"shfl.sync.bfly.b32 m, h, {lane}, 31, 0xffffffff; max.f32 h, h, m;\n" for lane in (1, 2, 4, 8, 16))
-    for row in (0, 1):
-        rare += f"mov.f32 h{row}, h; sub.f32 m, h, ${top + 2 * row}; ex2.approx.ftz.f32 m, m; min.f32 l{row}, m, 0f7F000000;\n"
-    for i in range(count):
-        made += f"mov.f32 ${i}, l{i // 2 % 2}; mov.f32 ${count + i}, h{i // 2 % 2};\n"
-    return f"""{{
-        .reg .pred p; .reg .f32 l<2>, h<2>, h, m;
-        mov.f32 l0, ${limit}; mov.f32 l1, ${limit + 2}; mov.f32 h0, ${highest}; mov.f32 h1, ${highest + 2};
-        setp.gt.f32 p, ${bound}, l0; setp.gt.or.f32 p, ${bound + 2}, l1, p;
-        vote.sync.any.pred p, p, 0xffffffff;
-        @!p bra.uni done;
-        max.f32 h, h0, h1;
-        {rare}done:
-        {made}
-    }}"""
-
-
-@gluon.jit
-def peaked(p, top, limit, highest, bound, COLUMNS: gl.constexpr):
-    """(limit, highest), and behind a vote and a jump what `scores.peaked_rows` says of them; 64 x COLUMNS, in `matrix_layout`.
-
-    top: of whole rows; all others of a lane's numbers of a row.
-    """
-    return gl.inline_asm_elementwise(
-        _peaked(COLUMNS), _operands(COLUMNS, "=f =f f f f f f"), [p, top, limit, highest, bound],
-        dtype=(gl.float32, gl.float32), is_pure=False, pack=COLUMNS // 2,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _row_products(columns: int) -> str:
-    count, sums = columns // 2, ""
-    for i in range(count):  # four chains: of either row, of even and odd columns
-        own = f"s{i % 4}"
-        sums += f"fma.rn.f32 {own}, ${count + i}, ${2 * count + i}, {own if i > 3 else '0f00000000'};\n"
-    made = "".join(f"mov.f32 ${i}, s{i // 2 % 2 * 2};" for i in range(count))
-    return f"{{ .reg .f32 s<4>;\n{sums}add.f32 s0, s0, s1; add.f32 s2, s2, s3;\n{made} }}"
-
-
-@gluon.jit
-def row_products(a, b, COLUMNS: gl.constexpr):
-    """Of each row's numbers that a thread holds the sum of a times b, a multiply-add each; 64 x COLUMNS, in `matrix_layout`."""
-    return gl.inline_asm_elementwise(
-        _row_products(COLUMNS), _operands(COLUMNS, "=f f f"), [a, b], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
-    )
 
 
 @gluon.constexpr_function
@@ -501,7 +430,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "peaked", "raised", "rebased", "recast", "role_barrier", "row_products",
-    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
-    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "scale_unless_one",
+    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
+    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

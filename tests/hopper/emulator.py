@@ -157,47 +157,20 @@ def greatest(x: torch.Tensor) -> torch.Tensor:
 
 
 def raised(
-    score: torch.Tensor,
-    top: torch.Tensor,
-    factor: torch.Tensor,
-    wild: torch.Tensor,
-    blind: bool,
-    votes: bool,
-    lifts: bool,
-    columns: int,
+    score: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, wild: torch.Tensor, blind: bool, votes: bool, columns: int
 ) -> torch.Tensor:
     assert votes or all((of_warp == of_warp.flatten()[0]).all() for of_warp in wild.split(16))
     unseen, most = top == -torch.inf, greatest(score)
     far = torch.exp2(most * factor - torch.where(unseen, 0.0, top)) > 2.0**64
     looks = (wild != (0x7FFFFFFF if votes else 0)) | (unseen if blind else torch.zeros_like(unseen))
-    return torch.where(looks & (far | unseen & (most > -torch.inf)), most * factor - (8.0 if lifts else 0.0), top)
+    return torch.where(looks & (far | unseen & (most > -torch.inf)), most * factor, top)
 
 
-def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, lifts: bool, columns: int) -> tuple[torch.Tensor, ...]:
-    most, much = greatest(p), ~(sums <= (448.0 if lifts else 256.0)).all(1, keepdim=True)
-    power = torch.floor(torch.log2(most))
-    if lifts:
-        power = torch.log2(most) + torch.log2(greatest(sums) / most * 0.25).ceil().clamp(min=0.0) - 6.0
-    power = torch.where(much & most.isfinite(), power, 0.0)
+def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    most, much = greatest(p), ~(sums <= 256.0).all(1, keepdim=True)
+    power = torch.where(much & most.isfinite(), torch.floor(torch.log2(most)), 0.0)
     sums = torch.where(much & (most > 2.0**64), torch.inf, sums * torch.exp2(-power))
     return p * torch.exp2(-power), top + power, sums
-
-
-def row_products(a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor:
-    made = (a * b).reshape(a.shape[0], columns // 8, 4, 2).sum((1, 3))  # four lanes hold a row
-    return made[:, None, :, None].expand(-1, columns // 8, -1, 2).reshape(a.shape)
-
-
-def peaked(
-    p: torch.Tensor, top: torch.Tensor, limit: torch.Tensor, highest: torch.Tensor, bound: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def of_warps(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(x.shape[0] // 16, -1).amax(1).repeat_interleave(16)[:, None].expand(x.shape)
-
-    looks = of_warps((bound > limit).float()) > 0.0
-    found = of_warps(torch.maximum(torch.log2(p.nan_to_num(-torch.inf, torch.inf)) + top, highest))
-    limits = torch.exp2(found - top).nan_to_num(2.0**127, 2.0**127).clamp_max(2.0**127)
-    return torch.where(looks, limits, limit), torch.where(looks, found, highest)
 
 
 def install(seed: int = 0) -> None:
@@ -231,8 +204,6 @@ def install(seed: int = 0) -> None:
         role_barrier=lambda: None,
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
-        peaked=peaked,
-        row_products=row_products,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,

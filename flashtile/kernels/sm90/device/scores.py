@@ -6,7 +6,7 @@ from flashtile.kernels.sm90.device.halves import join_halves, split_halves
 from flashtile.kernels.sm90.device.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.sm90.device.mask_words import columns_below, lane_bits, numbers_of, of_lanes, of_tile, whole
 from flashtile.problem.score import Position
-from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, ones, peaked, raised, rebased, select_bits, stay
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.triton_glue.language import tl
 
 MINUS_INFINITY = gl.constexpr("0fFF800000")
@@ -206,15 +206,6 @@ def lane_sums(p, T: gl.constexpr):
 
 
 @gluon.jit
-def lane_eighths(p, T: gl.constexpr):
-    """(`lane_sums`, the largest sum of eight numbers among them), which no number is above."""
-    ROWS: gl.constexpr = T.rows
-    KEYS: gl.constexpr = p.shape[1]
-    eighths = gl.sum(gl.sum(p.reshape([ROWS, KEYS // 32, 4, 4, 2]), 4), 2)
-    return as_lanes(gl.sum(eighths, 1), T), as_lanes(gl.max(eighths, 1), T)
-
-
-@gluon.jit
 def as_lanes(x, T: gl.constexpr):
     """[64, 4], a number of each lane, in the layout that it has of a whole tile."""
     ROWS: gl.constexpr = T.rows
@@ -254,7 +245,7 @@ def lifted(score, top, factor, wild, MASKED: gl.constexpr, T: gl.constexpr):
     factors = gl.full(score.shape, factor, gl.float32, L)
     asked = gl.convert_layout(of_rows(wild, T), row_layout(KEYS))[:, None].broadcast_to(score.shape)
     return first_of_lanes(
-        raised(score, across(top, KEYS), factors, asked, MASKED or T.may_start_empty, T.softmax.votes, T.stored.fp8, KEYS), T
+        raised(score, across(top, KEYS), factors, asked, MASKED or T.may_start_empty, T.softmax.votes, KEYS), T
     )
 
 
@@ -263,25 +254,11 @@ def measured(p, top, sums, T: gl.constexpr):
     """(p, top, sums) of probabilities p, measured from `top`, and their `lane_sums`.
 
     Of a row of which some lane has summed up more than 256 they are measured anew, from a power of two near its greatest: that
-    is exact. But if that is above 2^64 the sum is infinite: p may be, too, and carefully there is no such row (`lifted`). Of
-    e4m3, which ends at 448, that is the limit, and the greatest becomes 64, or a power of two below where sums ask for it.
+    is exact. But if that is above 2^64 the sum is infinite: p may be, too, and carefully there is no such row (`lifted`).
     """
     KEYS: gl.constexpr = p.shape[1]
-    p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), T.stored.fp8, KEYS)
+    p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), KEYS)
     return p, first_of_lanes(tops, T), first_of_lanes(all_sums, T)
-
-
-@gluon.jit
-def peaked_rows(p, top, limit, highest, bound, T: gl.constexpr):
-    """(limit, highest) behind probabilities p, measured from `top`; none of a lane's is above `bound`.
-
-    highest: the largest exponent of a score that a warp has looked for in its rows so far, or at first each row's own; limit: 2
-    to the power of its distance from the row's top. A warp none of whose bounds is above its limit need not look, and goes on:
-    the more tiles there were, the rarer does one bring the largest of all. So the largest of rows is exact, not each row's.
-    """
-    KEYS: gl.constexpr = p.shape[1]
-    limits, heights = peaked(p, across(top, KEYS), across(limit, KEYS), across(highest, KEYS), across(bound, KEYS), KEYS)
-    return first_of_lanes(limits, T), first_of_lanes(heights, T)
 
 
 @gluon.jit

@@ -89,10 +89,8 @@ def add_stored(rows, mem, use, T: gl.constexpr):
     KEYS: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
     PARTS_V: gl.constexpr = T.parts_v
-    ABREAST: gl.constexpr = PARTS_V if COLUMNS == 64 and not T.softmax.watches else 1  # pyright: ignore[reportAssignmentType]
-    decay = ()
-    if not T.softmax.watches:
-        decay = gl.convert_layout(rows.decay, row_layout(COLUMNS))[:, None]
+    ABREAST: gl.constexpr = PARTS_V if COLUMNS == 64 else 1  # pyright: ignore[reportAssignmentType]
+    decay = gl.convert_layout(rows.decay, row_layout(COLUMNS))[:, None]
     weights, made = as_operand(rows.weights, COLUMNS), ()
     mem.values.wait(use)
     for first in gl.static_range(0, PARTS_V, ABREAST):
@@ -104,9 +102,6 @@ def add_stored(rows, mem, use, T: gl.constexpr):
             under_way = under_way + (product,)  # noqa: RUF005 (Triton knows no unpacking)
         for part in gl.static_range(ABREAST):
             product = plain(warpgroup_mma_wait(ABREAST - 1 - part, deps=[under_way[part]]))
-            if T.softmax.watches:
-                made = made + (rows.acc[first + part] + product,)  # noqa: RUF005
-            else:
-                made = made + (rows.acc[first + part] * decay + product,)  # noqa: RUF005
+            made = made + (rows.acc[first + part] * decay + product,)  # noqa: RUF005
     mem.values.release(use)
     return made
