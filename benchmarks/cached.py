@@ -279,7 +279,7 @@ def tiled(variant: Variant | None) -> Generator[list[Any]]:
     def launch_of(problem: CachedProblem, device: Device, heads: int) -> Any:
         return pick(cached.candidates(problem, device, heads))
 
-    def choose_cached(problem: CachedProblem, programs: int, device: Device) -> Any:
+    def choose_cached(problem: CachedProblem) -> Any:
         return pick(hopper.candidates(problem))
 
     if variant is None:

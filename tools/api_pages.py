@@ -102,7 +102,7 @@ COMPAT = {
         "bert_padding", "mha", "rotary", "cross_entropy", "layer_norm", "fused_dense",
     )),
     "compat-inference": ("flashinfer's, FlashMLA's, ring-flash-attn's and jvp_flash_attention's names", (
-        "flashinfer", "flashinfer_mla", "flash_mla", "ring_flash_attn", "jvp_flash_attention",
+        "flashinfer", "flashinfer_mla", "flashinfer_shared", "flash_mla", "ring_flash_attn", "jvp_flash_attention",
     )),
 }  # fmt: skip
 

@@ -33,16 +33,23 @@ FILES = {  # file -> what its rows are
     "first row of a cell is a choice that is gone: 16 loads under way, where 8 are now (`MANY_LOADS=8`).",
     "cached-hopper-e4m3-h200": "Caches of e4m3 by Hopper's kernel, beside the portable one and bf16 (lab, decoding 6): "
     "`benchmarks/cached.py --backends triton hopper`.",
+    "decode-launches-h200": "Short calls over a cache, without the second launch and with other splits (lab, decoding 7): "
+    "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
+    "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
+    "`benchmarks/cached.py --sets split=512 split=128`.",
+    "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
+    "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
     "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: "
-    "`benchmarks/derivatives.py`; of 16,384 tokens before tiles of 64 columns were chosen by time and rows loaded at once.",
+    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once.",
+    "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups of heads, which "
-    "are 1 since, because causal backwards of few heads end with one long program; nobody has measured that yet.",
+    "are 1 since, because causal backwards of few heads end with one long program.",
     "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
     "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",

@@ -22,7 +22,8 @@ class _SharedPrefix:
     pages: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
-        self._pages, self._kv_layout = self.pages(float_workspace_buffer, kv_layout), kv_layout
+        self._pages: Any = self.pages(float_workspace_buffer, kv_layout)  # whose plans differ
+        self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, *buffers: Any) -> None:
         """Nothing: there are none."""

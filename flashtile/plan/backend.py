@@ -43,8 +43,7 @@ class Direction:
     last: int = 0
 
 
-# Of rows, which a forward can keep: largest score, entropy. A forward may give a row the largest score of others of its item.
-ROW_STATISTICS = ("peak", "entropy")
+ROW_STATISTICS = ("peak", "entropy")  # of rows, which a forward can keep: largest score, entropy
 
 # Passes that a backend may offer beyond forward and backward, what they are for, and what is said where one is missing.
 PASSES = {

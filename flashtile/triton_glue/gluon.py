@@ -266,61 +266,6 @@ def rebased(p, top, sums, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _peaked(columns: int) -> str:
-    count, rare, made = columns // 2, "", ""
-    top, limit, highest, bound = (columns + count * i for i in range(1, 5))
-    for row in (0, 1):
-        mine = [columns + i for i in _row(columns, row)]
-        rare += f"mov.f32 m, ${mine[0]};\n" + "".join(f"max.f32 m, m, ${i};\n" for i in mine[1:])
-        rare += f"lg2.approx.ftz.f32 m, m; add.f32 m, m, ${top + 2 * row}; max.f32 h, h, m;\n"
-    rare += "".join(f"shfl.sync.bfly.b32 m, h, {lane}, 31, 0xffffffff; max.f32 h, h, m;\n" for lane in (1, 2, 4, 8, 16))
-    for row in (0, 1):
-        rare += f"mov.f32 h{row}, h; sub.f32 m, h, ${top + 2 * row}; ex2.approx.ftz.f32 m, m; min.f32 l{row}, m, 0f7F000000;\n"
-    for i in range(count):
-        made += f"mov.f32 ${i}, l{i // 2 % 2}; mov.f32 ${count + i}, h{i // 2 % 2};\n"
-    return f"""{{
-        .reg .pred p; .reg .f32 l<2>, h<2>, h, m;
-        mov.f32 l0, ${limit}; mov.f32 l1, ${limit + 2}; mov.f32 h0, ${highest}; mov.f32 h1, ${highest + 2};
-        setp.gt.f32 p, ${bound}, l0; setp.gt.or.f32 p, ${bound + 2}, l1, p;
-        vote.sync.any.pred p, p, 0xffffffff;
-        @!p bra.uni done;
-        max.f32 h, h0, h1;
-        {rare}done:
-        {made}
-    }}"""
-
-
-@gluon.jit
-def peaked(p, top, limit, highest, bound, COLUMNS: gl.constexpr):
-    """(limit, highest), and behind a vote and a jump what `scores.peaked_rows` says of them; 64 x COLUMNS, in `matrix_layout`.
-
-    top: of whole rows; all others of a lane's numbers of a row.
-    """
-    return gl.inline_asm_elementwise(
-        _peaked(COLUMNS), _operands(COLUMNS, "=f =f f f f f f"), [p, top, limit, highest, bound],
-        dtype=(gl.float32, gl.float32), is_pure=False, pack=COLUMNS // 2,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _row_products(columns: int) -> str:
-    count, sums = columns // 2, ""
-    for i in range(count):  # four chains: of either row, of even and odd columns
-        own = f"s{i % 4}"
-        sums += f"fma.rn.f32 {own}, ${count + i}, ${2 * count + i}, {own if i > 3 else '0f00000000'};\n"
-    made = "".join(f"mov.f32 ${i}, s{i // 2 % 2 * 2};" for i in range(count))
-    return f"{{ .reg .f32 s<4>;\n{sums}add.f32 s0, s0, s1; add.f32 s2, s2, s3;\n{made} }}"
-
-
-@gluon.jit
-def row_products(a, b, COLUMNS: gl.constexpr):
-    """Of each row's numbers that a thread holds the sum of a times b, a multiply-add each; 64 x COLUMNS, in `matrix_layout`."""
-    return gl.inline_asm_elementwise(
-        _row_products(COLUMNS), _operands(COLUMNS, "=f f f"), [a, b], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
-    )
-
-
-@gluon.constexpr_function
 def _ones(below: bool) -> str:
     return f"{{ .reg .s32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, {'0, n' if below else 'n, 32'}; }}"
 
@@ -485,7 +430,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "peaked", "raised", "rebased", "recast", "role_barrier", "row_products",
-    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
-    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "scale_unless_one",
+    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
+    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

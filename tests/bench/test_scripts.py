@@ -73,7 +73,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         dict(QUERIES=128, HEAD_DIM=32), 26,
     ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
-    "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 12),
+    "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 10),
     "replay": (["--without", "flex"], dict(PROBLEMS=TINY, ROUNDS=2, captured=fake_gpu.captured), 8),
 }  # fmt: skip
 

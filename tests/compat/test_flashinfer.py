@@ -11,6 +11,7 @@ import torch
 import flashtile
 from flashtile import InvalidProblem, NotSupported
 from flashtile.compat import flashinfer as fi
+from flashtile.compat import flashinfer_shared as shared
 
 WORKSPACE = torch.zeros(1)
 USED = [11, 0, 4, 16]
@@ -87,6 +88,50 @@ def test_several_queries_of_a_request_that_decodes() -> None:
     out, lse = wrapper.run(q, pages.cache, return_lse=True)
     for i, rows in enumerate((slice(3), slice(3, 6))):
         close((out[rows], lse[rows]), true(q[rows], pages.keys[i], pages.values[i], causal=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "dtypes"),
+    [
+        ({}, (torch.float16, torch.float16)),
+        ({"data_type": FLOAT}, (FLOAT, FLOAT)),
+        ({"data_type": torch.float8_e4m3fn, "q_data_type": FLOAT}, (FLOAT, torch.float8_e4m3fn)),
+        ({"data_type": torch.float16, "kv_data_type": torch.float8_e4m3fn}, (torch.float16, torch.float8_e4m3fn)),
+    ],
+)
+def test_dtypes_that_a_plan_says(said: dict[str, Any], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """data_type is what is not said otherwise."""
+    pages, wrapper = Pages([11, 6], 4), fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*pages.lists, 4, 2, 16, 4, **said)
+    kinds = (torch.float16, FLOAT, torch.float8_e4m3fn)
+    for q_kind in kinds[:2]:
+        for kind in kinds:
+            q, cache = torch.randn(2, 4, 16).to(q_kind), pages.cache.nan_to_num().to(kind)
+            if (q_kind, kind) == dtypes:
+                assert wrapper.run(q, cache).isfinite().all()
+            else:
+                with pytest.raises(InvalidProblem, match="they must be equal"):
+                    wrapper.run(q, cache)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_prefix_that_all_requests_share(layout: str, causal: bool) -> None:
+    pages, prefix = Pages(USED, 5, layout), [torch.randn(13, 2, 16) for _ in "kv"]
+    given = [t.transpose(0, 1) if layout == "HND" else t for t in prefix]
+    q, counts = torch.randn(8, 4, 16), [3, 0, 4, 1]
+    decode = shared.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, layout)
+    decode.begin_forward(*pages.lists, 4, 2, 16, 5, FLOAT)
+    prefill = shared.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, layout)
+    prefill.begin_forward(starts(counts), *pages.lists, 4, 2, 16, 5)
+    out = decode.forward(q[:4], *given, pages.cache)
+    packed = prefill.forward(q, *given, pages.cache, causal=causal, sm_scale=0.3)
+    for i, own in enumerate(zip(pages.keys, pages.values, strict=True)):
+        k, v = (torch.cat(both) for both in zip(prefix, own, strict=True))
+        close((out[i : i + 1],), true(q[i : i + 1], k, v)[:1])
+        rows = slice(sum(counts[:i]), sum(counts[: i + 1]))
+        if counts[i]:
+            close((packed[rows],), true(q[rows], k, v, causal=causal, scale=0.3)[:1])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

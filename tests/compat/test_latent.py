@@ -66,7 +66,7 @@ def test_flashinfers_wrapper(base_e: bool, device: torch.device) -> None:
     pool = made.pool[:, :, 0]
     begins, starts = ([sum(n[:i]) for i in range(len(n) + 1)] for n in (made.counts, counts))
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
-    plan = [torch.tensor(n, dtype=torch.int32, device=device) for n in (starts, begins)]
+    plan = [torch.tensor(n, dtype=torch.int32, device=device) for n in (starts, [*begins, 0, 0])]  # more than are read
     wrapper.plan(*plan, made.lists.to(device), made.used, 16, 512, 64, 8, True, 0.05, torch.bfloat16, torch.bfloat16)
     q = torch.randn(4, 16, 576, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     with torch.no_grad():

@@ -204,7 +204,10 @@ def heads_by_groups_are_under_way_while_others_are_computed() -> None:
                 for _ in range(2):
                     log.clear()
                     made[groups] = [out, *torch.autograd.grad(out.sum(), leaves, retain_graph=True)]
-                assert log == ["begin"] * groups + in_turn("differentiate", groups), log
+                backward, turns = ["begin"], in_turn("differentiate", groups)
+                for word in turns:
+                    backward += ["begin", word] if word == "here" and backward.count("begin") < groups else [word]
+                assert log == backward, log
             for one, other in zip(made[1], made[groups], strict=True):
                 assert torch.equal(one, other)
 

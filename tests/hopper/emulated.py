@@ -120,9 +120,6 @@ def assess(case: dict[str, Any]) -> dict[str, Any]:
     bound.allocations = [(n, (0, *shape[1:]) if n in leaves else shape, *rest) for n, shape, *rest in bound.allocations]
     with patch.object(torch, "empty_strided", poisoned):
         results = bound.run(inputs)
-    if "peak" in results:  # a row's may be that of another row, if that is larger
-        assert (results["peak"] >= exact["peak"] - 1e-5 * (1.0 + exact["peak"].abs())).all()
-        results["peak"], exact["peak"] = (t["peak"].amax(-1) for t in (results, exact))
     found = {b.name: error(results[b.name], exact[b.name]) for b in plan.named("output") if b.name not in leaves}
     return found | (rounded(problem, case, inputs, results) if case.get("wide_keys") else {})
 

@@ -30,7 +30,7 @@ from flashtile.torch.execute.bound import Bound
 from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
-STORED_TILES = tuple(CachedLaunch(*tile) for tile in ((64, 3, 128, 2), (32, 2, 128, 1), (128, 2, 128, 2), (64, 2, 128, 3)))
+STORED_TILES = tuple(CachedLaunch(block_k, stages) for block_k, stages in ((64, 3), (32, 2), (128, 2)))
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:

@@ -173,23 +173,6 @@ def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, columns: int
     return p * torch.exp2(-power), top + power, sums
 
 
-def row_products(a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor:
-    made = (a * b).reshape(a.shape[0], columns // 8, 4, 2).sum((1, 3))  # four lanes hold a row
-    return made[:, None, :, None].expand(-1, columns // 8, -1, 2).reshape(a.shape)
-
-
-def peaked(
-    p: torch.Tensor, top: torch.Tensor, limit: torch.Tensor, highest: torch.Tensor, bound: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def of_warps(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(x.shape[0] // 16, -1).amax(1).repeat_interleave(16)[:, None].expand(x.shape)
-
-    looks = of_warps((bound > limit).float()) > 0.0
-    found = of_warps(torch.maximum(torch.log2(p.nan_to_num(-torch.inf, torch.inf)) + top, highest))
-    limits = torch.exp2(found - top).nan_to_num(2.0**127, 2.0**127).clamp_max(2.0**127)
-    return torch.where(looks, limits, limit), torch.where(looks, found, highest)
-
-
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.device.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -221,8 +204,6 @@ def install(seed: int = 0) -> None:
         role_barrier=lambda: None,
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
-        peaked=peaked,
-        row_products=row_products,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,

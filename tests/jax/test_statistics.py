@@ -57,6 +57,7 @@ GIVEN: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "alibi": (dict(score=(Alibi(jnp.array([0.1, 0.2, 0.5, 1.0])),)),
               lambda s: s - jnp.array([0.1, 0.2, 0.5, 1.0])[:, None, None] * jnp.abs(AHEAD - 113), True),
     "sinks": (dict(sinks=normal(4, seed=5)), None, True), "dropout": (dict(dropout=Dropout(0.4, 3)), None, True),
+    "large sinks": (dict(sinks=jnp.array([30.0, -3.0, 12.0, 8.0])), None, True),
     "bias": (dict(bias=normal(1, 4, 37, 150, seed=6)), lambda s: s + normal(1, 4, 37, 150, seed=6), True),
     "document": (dict(attend_to=Document(*IDS)), None, (IDS[0][:, None, :, None] == IDS[1][:, None, None, :])),
     "blind": (dict(attend_to=Document(IDS[0] + 30, IDS[1])), None, False),
@@ -100,6 +101,7 @@ def test_gradients_of_modifiers_tensors() -> None:
 
 def test_varlen_is_each_item() -> None:
     q, k, v = (x[0] for x in inputs())
+    q = q.at[9].multiply(5.0)  # the largest scores are those of an item's first query
     cu_q, cu_k = jnp.array([0, 9, 9, 30]), jnp.array([0, 20, 21, 140])  # the second item has no queries, and tokens are left
     out, found = dot_product_attention_varlen(q, k, v, cu_q, cu_k, is_causal=True, returns=ALL)
     assert (out.shape, found.max_logit.shape, found.entropy.shape, found.mass.shape) == (q.shape, (3, 4), (4, 37), (4, 150))

@@ -73,6 +73,7 @@ def documents(ahead: int, device: torch.device | None = None) -> Any:
 GIVEN: dict[str, dict[str, Any]] = {
     "plain": {}, "causal": dict(causal=True), "window": dict(window=(5, 3)), "softcap": dict(score=(Softcap(2.0),)),
     "alibi": dict(score=(Alibi(torch.tensor([0.1, 0.2, 0.5, 1.0])),), causal=True), "sink": dict(sink=torch.randn(4)),
+    "large sink": dict(sink=torch.tensor([30.0, -3.0, 12.0, 8.0])),
     "bias": dict(score=(Bias(torch.randn(1, 4, 37, 45)), Softcap(4.0)), sink=torch.randn(4)),
     "document": dict(mask=documents(0)), "blind": dict(mask=documents(2)), "dropout": dict(dropout=flashtile.Dropout(0.4, 3)),
 }  # fmt: skip
@@ -123,6 +124,7 @@ def test_as_defined(name: str, dtype: torch.dtype, backend: str, device: torch.d
 def test_varlen_is_each_item(backend: str, device: torch.device) -> None:
     place, options = place_of(backend, device), Options(backend=backend)
     q, k, v = (t[0].to(place) for t in sizes())
+    q[9] *= 5.0  # the largest scores are those of an item's first query
     ends = [(0, 0), (9, 20), (9, 21), (30, 40)]  # the second item has no queries, and tokens are left
     cu_q, cu_k = (torch.tensor(some, dtype=torch.int32, device=place) for some in zip(*ends, strict=True))
     leaves: Any = [t.requires_grad_() for t in (q, k)]

@@ -12,8 +12,6 @@ from flashtile.kernels.device.score import chain
 from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
-from flashtile.kernels.portable.backward import attention_convert
-from flashtile.kernels.portable.choose import CONVERT
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
 from flashtile.kernels.portable.statistics import (
     attention_entropy_keys,
@@ -25,19 +23,18 @@ from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
-from flashtile.plan.buffers import entropy_buffers, second_buffers, shapes, statistics_buffers, tangent_buffers
+from flashtile.plan.buffers import entropy_buffers, second_buffers, statistics_buffers, tangent_buffers
 from flashtile.plan.call import Buffer, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
-from flashtile.problem.lengths import ALIKE
 from flashtile.triton_glue import language as _triton
 
 Launches = dict[Pass, Launch]
 MOST_COLUMNS = 256  # of a head: beyond, the smallest tiles' operands fit neither shared memory nor registers
 
 INTERPRETED: dict[Pass, Launch] = {
-    "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32), "second_fused": Launch(16, 32),
+    "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32),
 }  # fmt: skip
 # Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. Of
 # 64 columns the fastest of five (an H200, 2026-11-29: 1 x 8192, 32 heads, full, ms: tangent 2.888, 3.159 with 128 x 64; queries
@@ -52,11 +49,6 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "second_queries": {
         64: (Launch(128, 64, 8, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
         128: (Launch(128, 32, 8, 2, 8), Launch(64, 32, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
-        256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
-    },
-    "second_fused": {
-        64: (Launch(64, 128, 8, 3, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
-        128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_keys": {
@@ -146,9 +138,7 @@ def plan_tangent(p: AttentionProblem, device: Device, direction: Direction, laun
 def plan_second(p: AttentionProblem, device: Device, direction: Direction, launches: Launches | None = None) -> Plan:
     """A tangent pass, which leaves what is known of rows, then a pass over queries and one over keys."""
     p = p.listed
-    fused = "second_fused" in (launches or {}) and direction.wanted >= {"q", "k", "v"}
-    passes: tuple[Pass, ...] = ("tangent", "second_fused") if fused else ("tangent", "second_queries", "second_keys")
-    chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in passes}
+    chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
     buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
@@ -163,35 +153,20 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     inputs = ("q", "k", "v", there("tq"), there("tk"), there("tv"), there("dout"), there("tdout"), "rows")
     wanted = {n: f"d{n}" if n in direction.wanted else None for n in "qkv"}
     strides = (
-        "q", "k", "v", "dq_sum" if fused else wanted["q"] or "q", wanted["v"] or "v", there("tq") or "q", there("tk") or "k",
-        there("tv") or "v", there("dout") or "q", there("tdout") or "q", wanted["k"] or "k",
+        "q", "k", "v", wanted["q"] or "q", wanted["v"] or "v", there("tq") or "q", there("tk") or "k", there("tv") or "v",
+        there("dout") or "q", there("tdout") or "q", wanted["k"] or "k",
     )  # fmt: skip
-    if fused:
-        buffers.append(Buffer("dq_sum", shapes(p)["q"], sum_dtype, "scratch", zeroed=True))
-        calls.append(_call(attention_second_keys, p, device, direction, chosen["second_fused"], "second_fused", schedules,
-                           inputs, ("dk", "dv", "dq_sum"), strides))  # fmt: skip
-        calls.append(_convert_call(p, sum_dtype))
-    elif "q" in direction.wanted:
+    if "q" in direction.wanted:
         calls.append(_call(attention_second_queries, p, device, direction, chosen["second_queries"], "second_queries",
                            schedules, inputs, "dq", strides))  # fmt: skip
-    if not fused and direction.wanted & {"k", "v"}:
+    if direction.wanted & {"k", "v"}:
         calls.append(_call(attention_second_keys, p, device, direction, chosen["second_keys"], "second_keys", schedules,
-                           inputs, (wanted["k"], wanted["v"], None), strides))  # fmt: skip
+                           inputs, (wanted["k"], wanted["v"]), strides))  # fmt: skip
     if sunk:
         args = (Pointer("partial.sink"), None, Pointer("dsink"), tiles, p.heads_q)
         calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
     notes = tuple(f"{which} tile {launch.spell()}" for which, launch in chosen.items())
     return Plan(p, "triton", "", (*buffers, *schedules.buffers), (*schedules.calls, *calls), notes)
-
-
-def _convert_call(p: AttentionProblem, sum_dtype: str) -> KernelCall:
-    """dq of its sum: all rows of the tensors alike, whatever items they belong to."""
-    plain = replace(p, score=(), sink=None, dropout=None, where=(), blocks=None, batch=p.slabs, seqlen_q=p.span_q,
-                    seqlen_k=p.span_k, lengths=ALIKE)  # fmt: skip
-    tile = make_tile(plain, replace(CONVERT, products="float64" if sum_dtype == "fp64" else "unit"), "queries")
-    args = (Pointer("dq_sum"), Pointer("dq"), (Strides("dq_sum"), Strides("dq")), p.span_q, p.heads_q, p.scale_value)
-    grid = (most_tiles(p.span_q, p.slabs, CONVERT.block_q, False) * p.heads_q, 1, 1)
-    return KernelCall(attention_convert, grid, args, (("T", tile),), CONVERT.num_warps, CONVERT.num_stages)
 
 
 # Tiles of statistics and of the entropy's gradient by the kind of pass and the tile's columns, which hold no values; not timed.
@@ -200,7 +175,6 @@ LIGHT: dict[tuple[Pass, int], Launch] = {
     (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
     (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
-MASS_KEYS = 128  # of which a program has one product; where its tile has more, it goes by parts
 # A mass of so few queries that each program has one step of them: more programs at once hide what it waits for. An H200,
 # 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full and causal: 21 and 26 us, 27 and 35 with the tile above.
 FEW = Launch(64, 128, 4, 1, 8)
@@ -248,10 +222,8 @@ def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, l
         notes.append(f"statistics tile {launch.spell()}")
     if "mass" in direction.wanted:
         launch = (launches or {}).get(KEYS) or choose_light(p, device, KEYS, direction.last)
-        call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
-                           heads=p.heads_q, more=(direction.last,))  # fmt: skip
-        parts = -(-launch.block_k // MASS_KEYS)
-        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
+        calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
+                                 heads=p.heads_q, more=(direction.last,)))  # fmt: skip
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

@@ -1,8 +1,7 @@
 """Second order: how dq, dk and dv change along a direction that moves q, k, v, and the gradients that arrive.
 
 `attention_tangent` has left what is known of rows; a pass over queries forms dq's tangent, one over keys dk's and dv's. With
-ds = p (dp - delta): its tangent is p ((T - mu) (dp - delta) + dp' - delta'), where dp' = dout v'^T + dout' v^T. Split no pass
-adds atomically; fused the pass over keys adds dq's tangent, too, in float32, and ten products do what fifteen do.
+ds = p (dp - delta): its tangent is p ((T - mu) (dp - delta) + dp' - delta'), where dp' = dout v'^T + dout' v^T. No atomics.
 """
 
 from __future__ import annotations
@@ -11,16 +10,8 @@ from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.direction import directed_gradients, directed_probabilities
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.mask import seen, zero_unseen
-from flashtile.kernels.device.memory import column_offset, head_offset, inside, load_tile, row_offset, store_tile, tile_offsets
-from flashtile.kernels.device.product import (
-    add_product,
-    add_rounded,
-    aligned_parts,
-    free_parts,
-    product,
-    score_product,
-    transposed,
-)
+from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
+from flashtile.kernels.device.product import add_product, add_rounded, aligned_parts, product, score_product, transposed
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.tangent import FIELDS, product_tangent
@@ -181,49 +172,15 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
 
 
 @jit
-def add_turned(acc, x, parts, T: tl.constexpr):
-    """acc + x^T times parts, as `add_rounded`."""
-    acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
-    if T.halves_rounding:
-        rest = x - x.to(parts[0].dtype).to(x.dtype)
-        acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
-    return acc
-
-
-@jit
-def add_by_key(acc, x, parts, T: tl.constexpr):
-    """acc of keys + x times parts of queries."""
-    return add_turned(acc, x, parts, T) if T.upright else add_rounded(acc, x, parts, T)
-
-
-@jit
-def add_by_query(acc, x, parts, T: tl.constexpr):
-    """acc of queries + x times parts of keys."""
-    return add_rounded(acc, x, parts, T) if T.upright else add_turned(acc, x, parts, T)
-
-
-@jit
-def seen_parts(parts, keep, T: tl.constexpr):
-    """Parts of a key tile, 0 in keys that no query of this tile sees."""
-    QUERIES: tl.constexpr = 0 if T.upright else 1
-    if T.parts:
-        return zero_unseen(parts[0], keep, QUERIES), zero_unseen(parts[1], keep, QUERIES), zero_unseen(parts[2], keep, QUERIES)
-    else:
-        return (zero_unseen(parts[0], keep, QUERIES),)
-
-
-@jit
 def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, start, span, scale, band, args,
                     MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
                     MASK: tl.constexpr):  # fmt: skip
-    """Add one query tile of one head to the sums of a key tile (scores: keys x queries, or where T.upright queries x keys).
+    """Add one query tile of one head to the sums of a key tile (scores transposed: keys x queries).
 
-    keys = parts of (k, v, tk, tv); in_ptrs = (q, tq, dout, tdout, rows, where T.adds_dq dq's sum) at the item's first row of
-    head 0; walk, ends and place as in the backward; span: rows of the tensors.
+    keys = parts of (k, v, tk, tv); in_ptrs = (q, tq, dout, tdout, rows) at the item's first row of head 0; walk, ends and place
+    as in the backward; span: rows of the tensors.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    COLUMNS: tl.constexpr = T.columns
-    WIDE = tl.float64 if T.wide else tl.float32
     batch, head = place[0], place[1]
     start = tl.multiple_of(start, BLOCK_Q)
     if T.grouped:
@@ -234,9 +191,8 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     q = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     q = load_tile(q, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    row = index[:, None] if T.upright else index[None, :]
-    at = locate(batch, head, row, place[2], sizes, MASKED and T.mask.pads_keys)
-    keep = seen(at, row, place[2], sizes, band, MASKED, T, MASK)
+    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.mask.pads_keys)
+    keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
     tq, dout, tdout = q, q, q
     if T.moves_q:
         tq = in_ptrs[1] + column_offset(head, strides[5]) + row_offset(start, strides[5])
@@ -248,49 +204,38 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
         tdout = in_ptrs[3] + column_offset(head, strides[9]) + row_offset(start, strides[9])
         tdout = load_tile(tdout, strides[9], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     if MASKED and T.mask.predicate:
-        KEYS: tl.constexpr = 1 if T.upright else 0
-        q, tq = zero_unseen(q, keep, KEYS), zero_unseen(tq, keep, KEYS)
-        dout, tdout = zero_unseen(dout, keep, KEYS), zero_unseen(tdout, keep, KEYS)
+        q, tq, dout, tdout = (
+            zero_unseen(q, keep, 0),
+            zero_unseen(tq, keep, 0),
+            zero_unseen(dout, keep, 0),
+            zero_unseen(tdout, keep, 0),
+        )
     q, tq, dout, tdout = aligned_parts(q, T), aligned_parts(tq, T), aligned_parts(dout, T), aligned_parts(tdout, T)
     fields_ptr = in_ptrs[4] + head.to(tl.int64) * (FIELDS * span)
     level, norm, mean, delta, tdelta = load_fields(fields_ptr, start, sizes.q, BLOCK_Q, MASKED)
-    MOVES: tl.constexpr = T.moves_q or T.moves_k
-    if T.upright:
-        fields = (level[:, None], norm[:, None], mean[:, None], delta[:, None], tdelta[:, None])
-        k_t = transposed(keys[0], T)
-        raw = score_product(q, k_t, T)
-        traw = product_tangent(q, tq, k_t, transposed(keys[2], T), T) if MOVES else tl.zeros_like(raw)
-    else:
-        fields = (level[None, :], norm[None, :], mean[None, :], delta[None, :], tdelta[None, :])
-        q_t = transposed(q, T)
-        raw = score_product(keys[0], q_t, T)
-        traw = product_tangent(keys[2], keys[0], transposed(tq, T), q_t, T) if MOVES else tl.zeros_like(raw)
+    fields = (level[None, :], norm[None, :], mean[None, :], delta[None, :], tdelta[None, :])
+    q_t = transposed(q, T)
+    raw = score_product(keys[0], q_t, T)
+    traw = tl.zeros_like(raw)
+    if T.moves_q and T.moves_k:
+        traw = add_product(product(keys[2], q_t, T), keys[0], transposed(tq, T), T)
+    elif T.moves_q:
+        traw = product(keys[0], transposed(tq, T), T)
+    elif T.moves_k:
+        traw = product(keys[2], q_t, T)
     p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
-    survives = kept(place[4], batch * sizes.heads + head, start, place[3], not T.upright, T)
+    survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
     if T.has_dout:
-        dv = add_by_key(dv, dropped(p * bend, survives, place[4], T), dout, T)
+        dv = add_rounded(dv, dropped(p * bend, survives, place[4], T), dout, T)
     if T.has_tdout:
-        dv = add_by_key(dv, dropped(p, survives, place[4], T), tdout, T)
-    if T.upright:
-        v_t, tv_t = transposed(keys[1], T), transposed(keys[3], T)
-        dp, tdp = gradient_products(dout, tdout, v_t, tv_t, survives, place[4].factor, p, T, False)
-    else:
-        dout_t, tdout_t = transposed(dout, T), transposed(tdout, T)
-        dp, tdp = gradient_products(dout_t, tdout_t, keys[1], keys[3], survives, place[4].factor, p, T, True)
+        dv = add_rounded(dv, dropped(p, survives, place[4], T), tdout, T)
+    dp, tdp = gradient_products(
+        transposed(dout, T), transposed(tdout, T), keys[1], keys[3], survives, place[4].factor, p, T, True
+    )
     ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
-    dk = add_by_key(dk, ds2, q, T)
+    dk = add_rounded(dk, ds2, q, T)
     if T.moves_q:
-        dk = add_by_key(dk, ds, tq, T)
-    if T.adds_dq:
-        k, tk = keys[0], keys[2]
-        if MASKED and T.mask.predicate:
-            k, tk = seen_parts(k, keep, T), seen_parts(tk, keep, T)
-        share = add_by_query(tl.zeros([BLOCK_Q, COLUMNS], WIDE), ds2, k, T)
-        if T.moves_k:
-            share = add_by_query(share, ds, tk, T)
-        target = in_ptrs[5] + column_offset(head, strides[3]) + row_offset(start, strides[3])
-        target += tile_offsets(strides[3], BLOCK_Q, T.columns)
-        tl.atomic_add(target, share, mask=inside(first, end, T.head_dim, BLOCK_Q, T.columns, True), sem="relaxed")
+        dk = add_rounded(dk, ds, tq, T)
     return dk, dv
 
 
@@ -300,8 +245,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
                           MASK: tl.constexpr):  # fmt: skip
     """One program: the tangents of dk and dv of one key tile of one key/value head, over all its query heads.
 
-    grad_ptrs = (dk, dv, where T.adds_dq the sum of dq's tangent without the scale), None where not wanted; all else as for the
-    pass over queries.
+    grad_ptrs = (dk, dv), None where not wanted; all else as for the pass over queries.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
@@ -334,8 +278,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
     seed = load_seed(args[0], T)
-    key = column + tl.arange(0, BLOCK_K)
-    place = (item.batch, head_kv, key[None, :] if T.upright else key[:, None], column, seed)
+    place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     wide = batch.to(tl.int64)
     q_ptr = in_ptrs[0] + wide * strides[0][0] + row_offset(item.first_q, strides[0])
     tq_ptr, dout_ptr, tdout_ptr = q_ptr, q_ptr, q_ptr
@@ -345,11 +288,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
         dout_ptr = in_ptrs[6] + wide * strides[8][0] + row_offset(item.first_q, strides[8])
     if T.has_tdout:
         tdout_ptr = in_ptrs[7] + wide * strides[9][0] + row_offset(item.first_q, strides[9])
-    dq_ptr = q_ptr
-    if T.adds_dq:
-        dq_ptr = grad_ptrs[2] + wide * strides[3][0] + row_offset(item.first_q, strides[3])
-    fields_ptr = in_ptrs[8] + wide * heads * (FIELDS * seqlen_q) + FIELDS * item.first_q
-    start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, fields_ptr, dq_ptr)
+    start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, in_ptrs[8] + wide * heads * (FIELDS * seqlen_q) + FIELDS * item.first_q)
     members = group if T.grouped else 1
     if T.mask.blocks_q > 0:
         PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q

@@ -14,9 +14,9 @@ from flashtile.problem.dtype import DType
 from flashtile.triton_glue.language import INTERPRETED
 
 # pairs: gradients of broadcast tensors; behind it the passes beyond first derivatives (`directed.py`)
-Pass = Literal["forward", "keys", "queries", "fused", "pairs", "tangent", "second_queries", "second_keys", "second_fused"]
-OVER_KEYS = frozenset({"keys", "fused", "second_keys", "second_fused"})  # whose programs have a tile of keys
-DIRECTED = frozenset({"tangent", "second_queries", "second_keys", "second_fused"})
+Pass = Literal["forward", "keys", "queries", "fused", "pairs", "tangent", "second_queries", "second_keys"]
+OVER_KEYS = frozenset({"keys", "fused", "second_keys"})  # whose programs have a tile of keys
+DIRECTED = frozenset({"tangent", "second_queries", "second_keys"})
 Products = Literal["unit", "cut", "short", "aligned", "float64"]
 Correction = Literal["", "after", "before"]
 
@@ -36,7 +36,6 @@ class Launch:
     """A tile choice: what `tune` measures and the tuned files hold.
 
     held: how many of the two resident operands of a backward pass wait in registers instead of shared memory (`hold`).
-    upright: a second derivative's pass over keys has scores of queries by keys, so that a thread holds few rows' fields.
     """
 
     block_q: int
@@ -46,11 +45,9 @@ class Launch:
     swizzle: int = 1
     products: Products = "unit"  # how an fp32 problem multiplies; `choose` decides
     held: int = 0
-    upright: bool = False
 
     def spell(self) -> str:
         tail = (f" {self.products}" if self.products != "unit" else "") + (f" held={self.held}" if self.held else "")
-        tail += " upright" if self.upright else ""
         return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{tail}"
 
 
@@ -90,7 +87,6 @@ class Tile:
     correction: Correction = ""  # of delta, by the pass over queries
     lonely: bool = False  # a pass whose delta was corrected, below float32's grade, and whose queries may be left one key
     held: int = 0  # as in Launch
-    upright: bool = False  # as in Launch
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
     arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
@@ -372,11 +368,10 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         narrow=launch.products == "float64" and bool(narrow_loads(problem)),
         makes_lse=which in ("forward", "tangent"),
         lone=backward and problem.lone and not is_mended(problem),
-        adds_dq=which in ("fused", "second_fused"),
+        adds_dq=which == "fused",
         correction=correction,
         lonely=backward and tells_sizes(problem),
         held=launch.held,
-        upright=launch.upright,
         centers=which == "forward" and centers_values(problem, launch),
         moves=moves,
         arrives=arrives,

@@ -96,8 +96,8 @@ class Fetching:
 
 
 class Returning:
-    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys: the last call's first, and each as soon
-    as no call is left that sees them. tokens: how many keys each rank holds.
+    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys, each key's when no call is left
+    that sees it. tokens: how many keys each rank holds.
     """
 
     def __init__(self, context: Context, stages: Stages, tokens: int):
@@ -132,7 +132,8 @@ class Returning:
                 landing += [(t, rank) for t in new]
                 came.append((rows, new[0], new[1]))
         transfer = Transfer(sent, landing, context)
-        own = [(rows, *(t[:, at] for t in grads)) for rows, at in self.stages.news(stage, mine, mine)]
+        dk, dv = grads
+        own: list[OfKeys] = [(rows, dk[:, at], dv[:, at]) for rows, at in self.stages.news(stage, mine, mine)]
         self._absorb(group)
         self.sums[group] = [*self.sums.get(group, []), *own]
         self.under_way[group] = transfer, came
@@ -165,7 +166,7 @@ class ReturningHalo:
     def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
         first, count = self.parts[0], sum(_counts(self.put))
         both = [t.new_empty((t.shape[0], count, *t.shape[2:])) for t in first[1:]]
-        _write_sums(*both, self.parts)
+        _write_sums(both[0], both[1], self.parts)
         sums = torch.cat(both, -1)
         mine = sums.new_zeros((sums.shape[0], self.tokens, *sums.shape[2:]))
         for own, part in _moved(sums, self.put, self.taken, self.context):

@@ -78,11 +78,14 @@ class _Heads(torch.autograd.Function):
         rest, of_other, leaving = iter(saved[1:]), list[torch.Tensor | None](), list[list[ToTokens]]()
         with torch.no_grad():
             given = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]
-            coming = [[t if t is None else ToHeads([t], context, group, groups) for t in given] for group in range(groups)]
+            begin = lambda group: [t if t is None else ToHeads([t], context, group, groups) for t in given]  # noqa: E731
+            coming = begin(0)
             made = list[torch.Tensor | None]()
             for group, (call, at) in enumerate(calls):
                 there = [next(rest) for _ in range(ctx.counts[group])]
-                above, *of_lse = [None if t is None else t.arrived()[0] for t in coming[group]]
+                after = begin(group + 1) if group + 1 < groups else []  # under way while this one is computed
+                above, *of_lse = [None if t is None else t.arrived()[0] for t in coming]
+                coming = after
                 down_lse = next((t[..., 0].transpose(1, 2) for t in of_lse if t is not None), None)
                 found = call.gradients(there, above, down_lse, (*wanted, *of_others[at]))
                 leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])

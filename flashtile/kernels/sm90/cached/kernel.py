@@ -2,8 +2,8 @@
 
 A block has 64 rows, queries packed with the heads that share keys, and goes through a few parts of the keys, as the portable
 kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
-n, and the probabilities of tile n - 1 with its values. Of 8 bits another one, which loads, too, makes fp16 (`convert.py`), in
-which bf16 queries are then multiplied.
+n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
+then multiplied, too; keys are waited for, values are converted while keys are multiplied.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.convert import load_and_convert
+from flashtile.kernels.sm90.cached.convert import convert_tile
 from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -37,13 +37,14 @@ from flashtile.triton_glue.gluon import (
 
 LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 DROP = gl.constexpr(2.0**-15)  # takes it back
+VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while keys are multiplied: registers
 
 
 @aggregate
 class CachedMemory:
     """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
-    of a box, 64], with the channels that fill them. Of 8 bits a box has all columns, and wide_k and wide_v, [places x parts,
-    keys, 64], are rings of the tiles that are multiplied, with channels of their own; otherwise they are the same.
+    of a box, 64], with their channels. Of 8 bits a box has all columns, and wide_k and wide_v, [parts, keys, 64], are the tiles
+    that are multiplied; otherwise they are the rings.
     """
 
     q: gl.shared_memory_descriptor
@@ -53,13 +54,10 @@ class CachedMemory:
     wide_v: gl.shared_memory_descriptor
     keys: Channel
     values: Channel
-    loaded_k: Channel
-    loaded_v: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v):
+    def __init__(self, q, k, v, wide_k, wide_v, keys, values):
         self.q, self.k, self.v, self.wide_k, self.wide_v, self.keys, self.values = q, k, v, wide_k, wide_v, keys, values
-        self.loaded_k, self.loaded_v = loaded_k, loaded_v
 
 
 class CachedSeat(NamedTuple):
@@ -232,10 +230,10 @@ def nothing(T: gl.constexpr):
 def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     """(CachedRows, key tiles used) of the keys from low to high, of which there are some."""
     BLOCK_K: gl.constexpr = T.block_k
-    mem.keys.wait(use)
+    take(mem.k, mem.keys, mem.wide_k, use, low, seat, T.parts_k, T.block_k, T)
     score = multiply_keys(mem, use, T)
     score = warpgroup_mma_wait(0, deps=[score])
-    mem.keys.release(use)
+    let_go(mem.keys, use, T)
     score = shaped(score * scale, mem, use, low, seat, sizes, T)
     top = gl.max(score, 1)
     p = gl.exp2(score - lifted(level(top, True, T), T)[:, None])
@@ -245,10 +243,11 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
     for start in range(low + BLOCK_K, high, BLOCK_K):
         rows = step(rows, mem, use, start, seat, sizes, scale, T)
         use += 1
-    mem.values.wait(use - 1)
+    last = low + (gl.cdiv(high - low, BLOCK_K) - 1) * BLOCK_K
+    take(mem.v, mem.values, mem.wide_v, use - 1, last, seat, T.parts_v, VALUE_ROWS, T)
     acc = add_values(rows, mem, use - 1, T)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mem.values.release(use - 1)
+    let_go(mem.values, use - 1, T)
     return CachedRows(acc, (), rows.top, rows.total), use
 
 
@@ -256,22 +255,38 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
 def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
     """The state after a further key tile; the values of the one before are added meanwhile."""
     COLUMNS: gl.constexpr = T.columns_v
-    mem.keys.wait(use)
+    take(mem.k, mem.keys, mem.wide_k, use, start, seat, T.parts_k, T.block_k, T)
     score = multiply_keys(mem, use, T)
-    mem.values.wait(use - 1)
+    take(mem.v, mem.values, mem.wide_v, use - 1, start - T.block_k, seat, T.parts_v, VALUE_ROWS, T)
     acc = add_values(rows, mem, use - 1, T)
     score = warpgroup_mma_wait(1, deps=[score])
-    mem.keys.release(use)
+    let_go(mem.keys, use, T)
     score = shaped(score * scale, mem, use, start, seat, sizes, T)
     top = gl.maximum(rows.top, gl.max(score, 1))
     shift = level(top, True, T)
     decay = gl.exp2(rows.top - shift)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mem.values.release(use - 1)
+    let_go(mem.values, use - 1, T)
     p = gl.exp2(score - lifted(shift, T)[:, None])
     total = rows.total * gl.convert_layout(decay, gl.SliceLayout(1, rows.total.type.layout))[:, None] + lane_sums(p, T)
     acc = acc * gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
     return CachedRows(acc, pack(p, mem.q.dtype), top, total)
+
+
+@gluon.jit
+def take(tiles, channel, wide, use, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr):
+    """Wait for a tile; what is stored in 8 bits is converted, ROWS at a time, and let go of."""
+    channel.wait(use)
+    if T.converts:
+        convert_tile(tiles, channel.at(use), wide, start, seat, PARTS, ROWS, T)
+        channel.release(use)
+
+
+@gluon.jit
+def let_go(channel, use, T: gl.constexpr):
+    """Let go of a tile that was multiplied."""
+    if not T.converts:
+        channel.release(use)
 
 
 @gluon.jit
@@ -301,13 +316,22 @@ def multiply_keys(mem, use, T: gl.constexpr):
     start = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], mem.q.dtype)
     keys = recast(mem.wide_k, mem.q.dtype, [T.places * PARTS, BLOCK_K, STRIP], SHARED)
-    return multiply_parts(start, (mem.q, 0), (keys, mem.keys.at(use)), False, ROWS, BLOCK_K, STRIP, PARTS)
+    return multiply_parts(start, (mem.q, 0), (keys, place_of(mem.keys, use, T)), False, ROWS, BLOCK_K, STRIP, PARTS)
 
 
 @gluon.jit
 def add_values(rows, mem, use, T: gl.constexpr):
     """The accumulator plus probabilities times a value tile, under way."""
-    return add_columns(rows.acc, rows.weights, tile_of(mem.wide_v, mem.values.at(use), T.parts_v, T), 0)
+    return add_columns(rows.acc, rows.weights, tile_of(mem.wide_v, place_of(mem.values, use, T), T.parts_v, T), 0)
+
+
+@gluon.jit
+def place_of(channel, use, T: gl.constexpr):
+    """Where the tile to be multiplied is: of converted ones there is one place."""
+    if T.converts:
+        return 0
+    else:
+        return channel.at(use)
 
 
 @gluon.jit
@@ -398,27 +422,20 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     k = gl.allocate_shared_memory(k_desc.dtype, [BOXES * T.copied_k, 1, 1, T.box, T.copied_columns_k], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [BOXES * T.copied_v, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
-    loaded_k, loaded_v = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
-    wide_k, wide_v, keys, values = k, v, loaded_k, loaded_v
+    wide_k, wide_v = k, v
     if T.converts:
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_k, STRIP], KIND)
-        wide_k = gl.allocate_shared_memory(KIND, [T.places * T.parts_k, T.block_k, STRIP], WIDE)
-        wide_v = gl.allocate_shared_memory(KIND, [T.places * T.parts_v, T.block_k, STRIP], WIDE)
-        keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
-    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
+        wide_k = gl.allocate_shared_memory(KIND, [T.parts_k, T.block_k, STRIP], WIDE)
+        wide_v = gl.allocate_shared_memory(KIND, [T.parts_v, T.block_k, STRIP], WIDE)
+    keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
+    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
-    if T.converts:
-        gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
-            (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
-        ], [4], [T.pipeline.loader_registers])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
-            (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
-        ], [1], [T.pipeline.loader_registers])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
+        (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+    ], [1], [T.pipeline.loader_registers])  # fmt: skip

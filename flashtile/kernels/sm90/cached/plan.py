@@ -19,13 +19,12 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     from flashtile.kernels.sm90.cached.kernel import decode_hopper
 
     p, pages, split = problem.attention, problem.pages, problem.split
+    launch = choose.choose_cached(problem) if launch is None else launch
     heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
     tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
     chunks = -(-p.group // heads)
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device, choose.PROGRAMS)
     shares = -(-problem.splits // parts)
-    if launch is None:
-        launch = choose.choose_cached(problem, tiles * shares * p.heads_kv * chunks, device)
     tile = make_cached_tile(problem, launch, heads, parts)
     sums = tile.split > 0 and not tile.direct  # by a launch of its own
     scratch = part_buffers(problem, shares if tile.folds else problem.splits, "fp32") if sums else ()

@@ -10,16 +10,10 @@ def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
     """Role: bring every key tile of a block, and its values, into shared memory."""
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
-        load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
+        pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
+        fill(k_desc, mem.k, mem.keys, use, pages, rows, seat.head, T.copied_k, T)
+        fill(v_desc, mem.v, mem.values, use, pages, rows, seat.head, T.copied_v, T)
         use += 1
-
-
-@gluon.jit
-def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T: gl.constexpr):
-    """Bring the key tile at `start`, and its values, once their places are free."""
-    pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T)
-    fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
 
 
 @gluon.jit

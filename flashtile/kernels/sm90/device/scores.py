@@ -6,7 +6,7 @@ from flashtile.kernels.sm90.device.halves import join_halves, split_halves
 from flashtile.kernels.sm90.device.layouts import matrix_layout, memory_layout, pair_layout, row_layout
 from flashtile.kernels.sm90.device.mask_words import columns_below, lane_bits, numbers_of, of_lanes, of_tile, whole
 from flashtile.problem.score import Position
-from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, ones, peaked, raised, rebased, select_bits, stay
+from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, ones, raised, rebased, select_bits, stay
 from flashtile.triton_glue.language import tl
 
 MINUS_INFINITY = gl.constexpr("0fFF800000")
@@ -206,15 +206,6 @@ def lane_sums(p, T: gl.constexpr):
 
 
 @gluon.jit
-def lane_eighths(p, T: gl.constexpr):
-    """(`lane_sums`, the largest sum of eight numbers among them), which no number is above."""
-    ROWS: gl.constexpr = T.rows
-    KEYS: gl.constexpr = p.shape[1]
-    eighths = gl.sum(gl.sum(p.reshape([ROWS, KEYS // 32, 4, 4, 2]), 4), 2)
-    return as_lanes(gl.sum(eighths, 1), T), as_lanes(gl.max(eighths, 1), T)
-
-
-@gluon.jit
 def as_lanes(x, T: gl.constexpr):
     """[64, 4], a number of each lane, in the layout that it has of a whole tile."""
     ROWS: gl.constexpr = T.rows
@@ -268,19 +259,6 @@ def measured(p, top, sums, T: gl.constexpr):
     KEYS: gl.constexpr = p.shape[1]
     p, tops, all_sums = rebased(p, across(top, KEYS), across(sums, KEYS), KEYS)
     return p, first_of_lanes(tops, T), first_of_lanes(all_sums, T)
-
-
-@gluon.jit
-def peaked_rows(p, top, limit, highest, bound, T: gl.constexpr):
-    """(limit, highest) behind probabilities p, measured from `top`; none of a lane's is above `bound`.
-
-    highest: the largest exponent of a score that a warp has looked for in its rows so far, or at first each row's own; limit: 2
-    to the power of its distance from the row's top. A warp none of whose bounds is above its limit need not look, and goes on:
-    the more tiles there were, the rarer does one bring the largest of all. So the largest of rows is exact, not each row's.
-    """
-    KEYS: gl.constexpr = p.shape[1]
-    limits, heights = peaked(p, across(top, KEYS), across(limit, KEYS), across(highest, KEYS), across(bound, KEYS), KEYS)
-    return first_of_lanes(limits, T), first_of_lanes(heights, T)
 
 
 @gluon.jit

@@ -43,10 +43,7 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         level = gl.where(total == 0.0, float("-inf"), level)
     index = at.row + gl.arange(0, ROWS, row_layout(BLOCK_K))
     if T.statistics != "":
-        peak = level
-        if T.seeks_peak:
-            peak = gl.convert_layout(gl.max(rows.highest, 1), row_layout(BLOCK_K))
-        keep_statistics(rows, peak, level, total, sink, targets, at, whole, size, index, T)
+        keep_statistics(rows, level, total, sink, targets, at, whole, size, index, T)
     ran = (index < size.seqlen_q) & ((total < float("inf")) == 0)
     seen = total != 0.0
     if T.items.ragged:
@@ -88,12 +85,12 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
 
 
 @gluon.jit
-def keep_statistics(rows, peak, level, total, sink, targets, at, whole, size, index, T: gl.constexpr):
-    """Store rows' largest scores and entropies. peak, level and total as before the sink, the first two in units of log2."""
+def keep_statistics(rows, level, total, sink, targets, at, whole, size, index, T: gl.constexpr):
+    """Store rows' largest scores and entropies. level and total as before the sink, the former in units of log2."""
     counts, here = index < size.seqlen_q, index < at.item.span_q
     at_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q + at.item.first_q + index
     if targets[4][0] is not None:
-        gl.store(targets[4][0] + at_rows, gl.where(counts, peak * LN2, float("-inf")), mask=here)
+        gl.store(targets[4][0] + at_rows, gl.where(counts, level * LN2, float("-inf")), mask=here)
     if T.finds_entropy:
         depth = gl.convert_layout(gl.sum(rows.depth, 1), row_layout(T.block_k))
         if T.modifiers.sink:

@@ -32,15 +32,12 @@ from flashtile.kernels.sm90.device.scores import (
     across,
     exponentials,
     fetch,
-    first_of_lanes,
-    lane_eighths,
     lane_sums,
     lanes_of,
     level,
     lifted,
     lowest,
     measured,
-    peaked_rows,
     shape_scores,
     starts,
 )
@@ -80,7 +77,6 @@ from flashtile.triton_glue.gluon import (
     gl,
     gluon,
     role_barrier,
-    row_products,
     settled,
     store_wait,
     uniform,
@@ -129,9 +125,7 @@ class ForwardRows(NamedTuple):
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
     decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
-    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent
-    limit: gl.tensor  # where T.seeks_peak: `peaked_rows` has it, and
-    highest: gl.tensor
+    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent, which is 0 at the maximum
 
 
 @gluon.jit
@@ -269,7 +263,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         mem.values.wait(use)
     if not T.stored.fp8:
         acc = settle(acc, mem.values, use, T.pieces)
-    return ForwardRows(acc, (), rows.top, rows.total, (), (), (), rows.depth, rows.limit, rows.highest), job
+    return ForwardRows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
 
 
 @gluon.jit
@@ -355,7 +349,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     total = lane_sums(p, T)
     depth = ()
     if T.finds_entropy:
-        depth = depth_sums(p, below, T.mask.masked, T)
+        depth = lane_sums(weighed(p, below, T.mask.masked, T), T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
@@ -369,14 +363,12 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     elif T.mask.unseen and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     top = gl.convert_layout(top, row_layout(T.block_k))
-    decay, limit, highest = (), (), ()
+    decay = ()
     if T.softmax.watches:
         top = lanes_of(top * factor, T)
-        if T.seeks_peak:
-            limit, highest = gl.full(total.shape, 1.0, gl.float32, total.type.layout), top
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
-    return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth, limit, highest)
+    return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
 
 
 @gluon.jit
@@ -420,7 +412,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     decay = ()
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    depth, limit, highest = (), (), ()
+    depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
@@ -435,23 +427,10 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if T.softmax.draws_ahead:
             drawn = spread_words(rows.ahead, T.block_k, False)
             ahead = words_of(uniform(following), at, size, given[0], T)
-        below = score * factor - across(level(base, MASKED, T), KEYS)
-        p = exponentials(below, MASKED, T)
-        if T.finds_entropy:
-            depth = depth_sums(p, below, MASKED, T)
-        if T.seeks_peak:
-            sums, most = lane_eighths(p, T)
-        else:
-            sums = lane_sums(p, T)
-        p, top, sums = measured(p, base, sums, T)
+        p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
+        p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-        if T.finds_entropy:
-            rise, jump = level(rows.top, MASKED, T) - level(top, MASKED, T), level(base, MASKED, T) - level(top, MASKED, T)
-            depth = (rows.depth + rows.total * rise) * decay + (depth * gl.exp2(jump) + sums * jump)
-        if T.seeks_peak:  # rounded sums may be a little less than what they are of; where a row was measured anew it must look
-            bound = gl.where(top == base, most * (1.0 + 2.0**-14), float("inf"))
-            limit, highest = peaked_rows(p, top, rows.limit * decay, rows.highest, bound, T)
         if (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
@@ -485,24 +464,23 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         total = rows.total * decays + lane_sums(p, T)
         if T.finds_entropy:
             rise = gl.convert_layout(rise, LANES)[:, None]
-            depth = (rows.depth + rows.total * rise) * decays + depth_sums(p, below, MASKED, T)
+            depth = (rows.depth + rows.total * rise) * decays + lane_sums(weighed(p, below, MASKED, T), T)
         if T.stored.fp8:
             weights = stored_weights(p, T)
         else:
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    decay = decay if T.stored.fp8 else ()
-    return ForwardRows(acc, weights, top, total, fetched, ahead, decay, depth, limit, highest)
+    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 
 @gluon.jit
-def depth_sums(p, below, MASKED: gl.constexpr, T: gl.constexpr):
-    """As `lane_sums`, of probabilities times their exponents; 0 where there is none."""
-    KEYS: gl.constexpr = p.shape[1]
+def weighed(p, below, MASKED: gl.constexpr, T: gl.constexpr):
+    """Probabilities times their exponents; 0 where there is none."""
     if MASKED or T.may_start_empty:
-        below = gl.maximum(below, -1024.0)  # of which 2 to the power is 0, as to that of minus infinity
-    return first_of_lanes(row_products(p, below, KEYS), T)
+        return gl.where(p > 0.0, p * below, 0.0)
+    else:
+        return p * below
 
 
 @gluon.jit

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashtile.kernels.device.decoding import group_of
 from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow
-from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.dtype import DType
 
@@ -16,11 +15,9 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LOADER_REGISTERS = 40
-CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
-ALONE = 6  # tiles under way in a program that has a multiprocessor to itself
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
@@ -32,11 +29,9 @@ class CachedLaunch:
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
-    places: int = 0  # tiles of 8 bits that are converted and not yet multiplied
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
-        words += [f"places={self.places}"] if self.places else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
 
@@ -45,8 +40,7 @@ class CachedPipeline:
     """What is under way, and who has which registers."""
 
     stages: int  # key and value tiles under way
-    places: int  # of converted ones that wait to be multiplied
-    loader_registers: int  # of each thread of the producer
+    loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class CachedTile(Narrow):
     @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return self.pipeline.places if self.converts else self.pipeline.stages
+        return 1 if self.converts else self.pipeline.stages
 
     @property
     def copied_columns_k(self) -> int:
@@ -125,32 +119,21 @@ class CachedTile(Narrow):
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
-    32 KiB, beside 64 of what they become; these are guesses.
+    64 KiB, beside 32 of what they become; the others of these are guesses.
     """
     p = problem.attention
     if problem.stored is not None:
         narrow = max(p.head_dim, p.head_dim_v) <= STRIP
         if narrow:
-            return CachedLaunch(128, 2, places=2), CachedLaunch(64, 4, places=2), CachedLaunch(128, 4, None, 2)
-        return (
-            CachedLaunch(64, 2, places=2),
-            CachedLaunch(64, 4, places=1),
-            CachedLaunch(32, 4, places=2),
-            CachedLaunch(64, 6, None, 2),
-        )
+            return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None)
+        return CachedLaunch(64, 4), CachedLaunch(32, 6), CachedLaunch(64, 8, None)
     if max(p.head_dim, p.head_dim_v) <= STRIP:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
 
-def choose_cached(problem: CachedProblem, programs: int, device: Device) -> CachedLaunch:
-    """Where every program has a multiprocessor to itself, all that it holds is under way at once: a part's fourth tile would
-    wait for the first one.
-    """
-    best = candidates(problem)[0]
-    if programs > device.sm_count:
-        return best
-    return replace(best, stages=ALONE, registers=None)
+def choose_cached(problem: CachedProblem) -> CachedLaunch:
+    return candidates(problem)[0]
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
@@ -160,12 +143,11 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
-    loader = LOADER_REGISTERS if stored is None else CONVERTER_REGISTERS
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN),
-        CachedPipeline(launch.stages, launch.places, loader), *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(launch.stages),
+        *kept,
     )  # fmt: skip
 
 

@@ -203,11 +203,6 @@ class ForwardTile(Narrow):
         return "entropy" in self.statistics
 
     @property
-    def seeks_peak(self) -> bool:
-        """The largest score is looked for beside what exponents are measured from, which is another one."""
-        return "peak" in self.statistics and self.softmax.watches
-
-    @property
     def block_q(self) -> int:
         return self.groups * GROUP_ROWS
 
@@ -330,13 +325,11 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 
 
 def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
-    """That of a forward that keeps statistics of rows: it looks for every maximum, but where `peaked_rows` knows when to."""
-    made = replace(make_forward_tile(problem, launch, form), statistics=statistics)
-    if made.softmax.watches:
-        return made
+    """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without."""
+    made = make_forward_tile(problem, launch, form)
     softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
     pipeline = replace(made.pipeline, singly=made.columns == 32)
-    return replace(made, softmax=softmax, pipeline=pipeline)
+    return replace(made, statistics=statistics, softmax=softmax, pipeline=pipeline)
 
 
 def make_queries_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form) -> ForwardTile:
@@ -418,7 +411,7 @@ def watches(problem: AttentionProblem, form: Form) -> bool:
     """
     if problem.multiplies_fp8:  # e4m3 has no room for probabilities above 1
         return False
-    columns, parts = key_parts(problem)
+    columns, parts = cut(problem.head_dim)
     biased = form.adds == 1 and early(problem, form) is not None and columns * parts > 64
     return (form.adds == 0 or biased) and not (form.prescale or form.curved)
 
