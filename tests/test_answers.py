@@ -73,11 +73,12 @@ def test_there_is_a_question_for_every_kind_of_reader() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.question for row in ROWS])
 def test_an_answer_takes_three_minutes(row: Row) -> None:
-    """To read the group's table, with the answer, and all that the first link leads to."""
+    """To read README to its figure, this page's head, the group's table with the answer, and all that a link leads to."""
     assert 1 <= words(row.answer) <= SHORT
     assert row.links
+    head = (ROOT / "README.md").read_text().partition("![")[0] + PAGE.read_text().partition("\n## ")[0]
     for link in row.links:
-        read = words(groups()[row.group]) + words(section(*link))
+        read = words(head) + words(groups()[row.group]) + words(section(*link))
         assert read <= WORDS_A_MINUTE * MINUTES, f"{read} words: link to a nearer heading, or cut the section"
 
 

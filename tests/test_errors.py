@@ -30,7 +30,7 @@ from flashtile import (
 )
 from flashtile.plan.device import named
 from flashtile.problem.dtype import DType
-from flashtile.problem.score import SCORES, ScoreSpec, TensorSpec
+from flashtile.problem.score import ScoreSpec, TensorSpec
 from flashtile.torch.execute import bound as executor
 
 HALF = torch.float16
@@ -477,25 +477,6 @@ def test_errors_are_what_callers_expect() -> None:
     assert issubclass(NotSupported, NotImplementedError)
     refusal = NotSupported("this", {"one": ["a", "b"], "two": ["c"]})
     assert str(refusal) == "no backend can run this:\n  one: a\n  one: b\n  two: c"
-
-
-def test_a_captured_tensor_is_indexed_or_broadcast() -> None:
-    with pytest.raises(TypeError, match="a captured tensor has an index or is broadcast, not both"):
-        Captured(function, index=function, broadcast=True)
-
-
-@pytest.mark.parametrize("name", ["", "two words", "1st", "a-b"])
-def test_a_modifier_without_a_proper_name(name: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"Nameless.name is {name!r}; a score modifier's name must be an identifier")):
-        type("Nameless", (Score,), {"name": name})
-
-
-def test_a_modifier_with_another_s_name() -> None:
-    with pytest.raises(
-        TypeError, match=re.escape("Impostor.name is 'softcap', which flashtile.features.scores.softcap.Softcap has")
-    ):
-        type("Impostor", (Score,), {"name": "softcap"})
-    assert SCORES.named("softcap") is Softcap
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ float64 and small 16-bit problems always: it corrects delta.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LOG2E, exp
@@ -87,15 +89,34 @@ def seen_parts(k, keep, T: tl.constexpr):
         return (zero_unseen(k[0], keep, 1),)
 
 
+class Scene(NamedTuple):
+    """What all steps of a walk share: which program it is, and what the kernel was given.
+
+    ends = (first, end) of those that see this tile, or that it sees. place = (batch, head of the tile's own tensors, its
+    indices as a column, the first of them, seed of dropout). Pointers stand at the item's first row.
+    """
+
+    ptrs: Any  # the key tile's: (q, dout, rows); the query tile's: (k, v) of its head
+    strides: Any
+    sizes: Any
+    ends: Any
+    place: Any
+    scale: Any
+    band: Any
+    score_args: Any
+    grad_args: Any  # of `capture`; where the key tile walks nobody reads it
+
+
 @jit
-def key_step(dk, dv, k, v, in_ptrs, dq_ptr, strides, sizes, ends, place, walk, start, scale, band, score_args,
-             MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries).
+def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+             MASK: tl.constexpr):  # fmt: skip
+    """Add one query tile of one head to dk and dv of a key tile (scores transposed: keys x queries); keys = (k, v), in parts.
 
     walk = (first, span): `start` runs from `first` through a span of queries for one head of the group after another.
-    ends = (first, end) queries that see this key tile; place = (batch, head_kv, key indices as a column, the first of them,
-    seed of dropout). Pointers stand at the item's first row; strides of q, k, v, dout, dq, rows.
+    Strides of q, k, v, dout, dq, rows.
     """
+    k, v = keys
+    in_ptrs, strides, sizes, ends, place, scale, band, score_args, _ = scene
     BLOCK_Q: tl.constexpr = T.block_q
     COLUMNS: tl.constexpr = T.columns
     WIDE = tl.float64 if T.wide else tl.float32
@@ -184,6 +205,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     dq_ptr = grad_ptrs[0]
     if T.adds_dq:
         dq_ptr += batch.to(tl.int64) * strides[4][0] + row_offset(item.first_q, strides[4])
+    scene = Scene(start_ptrs, strides, sizes, ends, place, scale, band, score_args, grad_ptrs)
     members = group if T.grouped else 1
     if T.mask.blocks_q > 0:
         PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q
@@ -192,26 +214,21 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
             indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.mask.blocks_k)
             for step in tl.range(0, partial * PER):
                 start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
-                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
-                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+                dk, dv = key_step(dk, dv, (k, v), dq_ptr, whole, start, scene, True, T, SCORE, MASK)
             for step in tl.range(partial * PER, visited * PER):
                 start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
-                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, whole, start, scale, band,
-                                  score_args, False, T, SCORE, MASK)  # fmt: skip
+                dk, dv = key_step(dk, dv, (k, v), dq_ptr, whole, start, scene, False, T, SCORE, MASK)
     else:
         if T.mask.right or T.mask.pads_keys:
             before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
             for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
-                dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, before, start, scale, band,
-                                  score_args, True, T, SCORE, MASK)  # fmt: skip
+                dk, dv = key_step(dk, dv, (k, v), dq_ptr, before, start, scene, True, T, SCORE, MASK)
         inner = (full_lo, full_hi - full_lo)
         for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
-            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, inner, start, scale, band,
-                              score_args, False, T, SCORE, MASK)  # fmt: skip
+            dk, dv = key_step(dk, dv, (k, v), dq_ptr, inner, start, scene, False, T, SCORE, MASK)
         after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
         for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
-            dk, dv = key_step(dk, dv, k, v, start_ptrs, dq_ptr, strides, sizes, ends, place, after, start, scale, band,
-                              score_args, True, T, SCORE, MASK)  # fmt: skip
+            dk, dv = key_step(dk, dv, (k, v), dq_ptr, after, start, scene, True, T, SCORE, MASK)
 
     keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
@@ -225,16 +242,17 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
 
 
 @jit
-def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale, band,
-               score_args, grad_args, MASKED: tl.constexpr, FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
-               CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to dq of a query tile; queries = (q, dout), in parts; row = (level, delta, norm, slip, and
-    what `beyond_mean` calls rest) as columns.
+def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS: tl.constexpr, T: tl.constexpr,
+               SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Add the key tile at `start` to dq of a query tile; rows = ((q, dout), in parts; (level, delta, norm, slip, and what
+    `beyond_mean` calls rest) as columns).
 
     off = (the sum of p * (dp - delta) without slip, which should be 0; what a unit of it makes of dq, where T.exact; of
     totals; the sum of p, where T.wide or not T.exact and FINDS). FINDS: it alone is formed, its first and last.
     """
     BLOCK_K: tl.constexpr = T.block_k
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, grad_args = scene
+    queries, row = rows
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
     k_ptr, v_ptr = kv_ptrs[0] + row_offset(start, strides[1]), kv_ptrs[1] + row_offset(start, strides[2])
@@ -275,37 +293,30 @@ def query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, pla
 
 
 @jit
-def walk_keys(dq, totals, off, queries, row, kv_ptrs, strides, sizes, walk, place, scale, band, score_args, grad_args,
-              FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
-              MASK: tl.constexpr):  # fmt: skip
+def walk_keys(dq, totals, off, rows, walk, scene, FINDS: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+              CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """`query_step` of every key tile that a query tile sees; walk = (lo, full_lo, full_hi, hi, the mask's block lists or None,
-    the first query, ends).
+    the first query).
     """
     BLOCK_K: tl.constexpr = T.block_k
-    lo, full_lo, full_hi, hi, lists, first, ends = walk
+    lo, full_lo, full_hi, hi, lists, first = walk
     if T.mask.blocks_k > 0:
-        indices, partial, visited = block_list(lists, place[0], place[1], first // T.mask.blocks_q)
+        indices, partial, visited = block_list(lists, scene.place[0], scene.place[1], first // T.mask.blocks_q)
         PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
-                                         band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            dq, totals, off = query_step(dq, totals, off, rows, start, scene, True, FINDS, T, SCORE, CAPTURED, MASK)
         for step in tl.range(partial * PER, visited * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
-                                         band, score_args, grad_args, False, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            dq, totals, off = query_step(dq, totals, off, rows, start, scene, False, FINDS, T, SCORE, CAPTURED, MASK)
     else:
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start,
-                                             scale, band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED,
-                                             MASK)  # fmt: skip
+                dq, totals, off = query_step(dq, totals, off, rows, start, scene, True, FINDS, T, SCORE, CAPTURED, MASK)
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
-                                         band, score_args, grad_args, False, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            dq, totals, off = query_step(dq, totals, off, rows, start, scene, False, FINDS, T, SCORE, CAPTURED, MASK)
         for start in tl.range(full_hi, hi, BLOCK_K):
-            dq, totals, off = query_step(dq, totals, off, queries, row, kv_ptrs, strides, sizes, ends, place, start, scale,
-                                         band, score_args, grad_args, True, FINDS, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            dq, totals, off = query_step(dq, totals, off, rows, start, scene, True, FINDS, T, SCORE, CAPTURED, MASK)
     return dq, totals, off
 
 
@@ -380,13 +391,13 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(score_args, T))
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
-    walk = (lo, full_lo, full_hi, hi, region[2], row, ends)
+    scene = Scene(kv_head, strides, sizes, ends, place, scale, band, score_args, grad_args)
+    walk = (lo, full_lo, full_hi, hi, region[2], row)
     found = off
     if T.offset:
         distance = tl.where(tl.abs(level) < float("inf"), tl.abs(level), 0.0)
         if T.twice or tl.max(distance) > FAR:
-            _, _, found = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
-                                    score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            _, _, found = walk_keys(dq, totals, off, (queries, row_state), walk, scene, True, T, SCORE, CAPTURED, MASK)
             lacks = tl.log2(tl.where(found[3] > 0.0, found[3], 1.0))
             # more than lse's rounding: out and lse are of other keys, too
             lacks = tl.where(tl.abs(lacks) <= WHOLE + WHOLE_PER_LEVEL * distance, lacks, 0.0)
@@ -396,8 +407,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             tl.store(rows_ptr + 2 * strides[5][2] + index, norm, mask=index < item.q)
             row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
     elif T.twice:
-        _, _, found = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
-                                score_args, grad_args, True, T, SCORE, CAPTURED, MASK)  # fmt: skip
+        _, _, found = walk_keys(dq, totals, off, (queries, row_state), walk, scene, True, T, SCORE, CAPTURED, MASK)
     if T.twice:
         excess = found[0]
         if T.wide:
@@ -419,8 +429,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
             place_of_delta = index + strides[5][2] if T.apart else 2 * index + 1
             tl.store(rows_ptr + place_of_delta, delta, mask=index < item.q)
         row_state = (level[:, None], delta[:, None], norm[:, None], slip[:, None], (size if T.lonely else slip)[:, None])
-    dq, totals, off = walk_keys(dq, totals, off, queries, row_state, kv_head, strides, sizes, walk, place, scale, band,
-                                score_args, grad_args, False, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    dq, totals, off = walk_keys(dq, totals, off, (queries, row_state), walk, scene, False, T, SCORE, CAPTURED, MASK)
     if T.corrects:
         excess = off[0]
         if T.wide:
