@@ -262,7 +262,7 @@ def launches_of(p: AttentionProblem, place: Device, what: str) -> list[Launch]:
 
 def plan_in(p: AttentionProblem, place: Device, what: str, launch: Launch) -> Plan:
     """The plan that holds a pass in a tile: of mass, or along all inputs, or q alone."""
-    launches = {pass_of(what): launch}
+    launches: dict[Pass, Launch] = {pass_of(what): launch}
     if what in STATISTICS:
         name, last = STATISTICS[what]
         return portable.plan_statistics(p, place, Direction(wanted=frozenset({name}), last=last), launches)

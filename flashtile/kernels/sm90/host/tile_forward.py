@@ -411,7 +411,7 @@ def watches(problem: AttentionProblem, form: Form) -> bool:
     """
     if problem.multiplies_fp8:  # e4m3 has no room for probabilities above 1
         return False
-    columns, parts = key_parts(problem)
+    columns, parts = cut(problem.head_dim)
     biased = form.adds == 1 and early(problem, form) is not None and columns * parts > 64
     return (form.adds == 0 or biased) and not (form.prescale or form.curved)
 
