@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 from flashtile import dispatch
@@ -12,6 +13,7 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
 from flashtile.problem.stored import Stored
+from tests.cached.cases import CALLS, FIRST, KERNELS, drawn_case, kinds_of
 from tools.evidence import SAME_CODE, cache_backend
 
 TARGETS = ("cpu", "sm80", "sm90")  # those that tests/compile/cached_code.py compiles for
@@ -26,6 +28,11 @@ def _cached(
     return CachedProblem(AttentionProblem.parse(f"attention({sizes},{rest})"), pages, split, stored, shared)
 
 
+DRAWN = {  # kinds of drawn calls -> what the page calls them
+    "window": "windows that end on the left", "sink": "sinks", "Softcap": "softcap", "Alibi": "ALiBi", "Bias": "a bias",
+    "Dilated": "dilated masks", "Tree": "trees of drafts", "cu_seqlens_q": "packed queries", "first_k": "padding on the left",
+    "torch.float32": "float32", "stored torch.int8": "caches of int8",
+}  # fmt: skip
 # (feature, problem, the provider of benchmarks/cached.py that measures it or "")
 ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
     ("one query, pages of 16", _cached("bf16,used=k", split=512), "flashtile/16"),
@@ -88,6 +95,7 @@ def table(folder: Path) -> list[str]:
             ran = target == "cpu" or _ran(name, provider, target, seen)
             cells.append(f"{'run on' if ran else 'compiled for'} ({name})")
         lines.append(f"| {feature} | {' | '.join(cells)} |")
+    lines += ["", *_apart(folder)]
     hopper = dispatch.backend_named("hopper")
     lines += ["", "### What Hopper's kernel of a cache leaves to the portable ones", ""]
     lines += ["| feature | why |", "| --- | --- |"]
@@ -98,6 +106,28 @@ def table(folder: Path) -> list[str]:
     lines += ["Gradients of q, of appended keys and values, of sinks and of captured tensors are those of attention"]
     lines += ["over gathered keys."]
     return [*lines, *(["", "Refusals of caches:", "", *refusals] if refusals else [])]
+
+
+def _apart(folder: Path) -> list[str]:
+    """What tests ran on a GPU that no row of a benchmark has: kinds of drawn calls, and other libraries' tests of windows."""
+    counts = Counter[str]()
+    for drawn in (drawn_case(FIRST + n * CALLS, False, variant=n) for n in range(KERNELS)):
+        behind = drawn.arguments.get("window", (None,))[0] is not None  # else it is a window in name alone
+        counts.update({*kinds_of(drawn)} - {"window"} | ({"window"} if behind else set()))
+    with (folder / "field-tests-caches-h200.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["file"] == "test_sliding_window.py" and row["outcome"] == "passed"]
+    paged = ("test_batch_decode_sliding_window", "test_batch_paged_prefill_sliding_window")
+    passed = sum(int(row["cases"]) for row in rows if row["test"] in paged)
+    return [
+        "### What ran apart from benchmarks", "",
+        '"compiled for" says above that no row of a benchmark has a feature, not that it never ran. On an H200',
+        f"`tests/cached/test_many.py` compared {KERNELS * CALLS:,} drawn calls of {KERNELS} portable kernels with float64.",
+        "[What came out](limits.md#a-cache): three calls of float32 queries beside 8 bits erred too much.",
+        f"Of flashinfer's tests of sliding windows over pages {passed} passed there, through its names",
+        "([rows](benchmarks.md#field-tests-caches-h200)). None of these was timed.", "",
+        f"| drawn kernels with | of {KERNELS} |", "| --- | --- |",
+        *(f"| {words} | {counts[kind]} |" for kind, words in DRAWN.items()),
+    ]  # fmt: skip
 
 
 def _ran(backend: str, provider: str, target: str, seen: set[tuple[str, str, str]]) -> bool:

@@ -126,6 +126,19 @@ def slower(folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
+def behind(folder: Path) -> list[tuple[str, str, str]]:
+    """What of the figure's suite is behind a peer, slowest first: the pass and shape, our speed beside the peer's, the peer."""
+    found: list[tuple[float, str, str]] = []
+    for row in report.grouped(read_bench(_path(folder, FIGURE))):
+        ours = next(r for r in row.values() if r.side == "own")
+        shape = f"{ours.batch} x {ours.seqlen_q:,} tokens, {ours.heads_q} heads of {ours.head_dim}"
+        for peer in (r for r in row.values() if r.side == "peer"):
+            speed = (ours.tflops or 0.0) / (peer.tflops or float("inf"))
+            if 0.0 < speed < 1.0:
+                found.append((speed, f"{'causal' if ours.causal else 'full'} {ours.direction}, {shape}", PEERS[peer.provider]))
+    return [(what, f"{speed:.2f}x", peer) for speed, what, peer in sorted(found)]
+
+
 def field_tests(folder: Path) -> str:
     """What became of flash-attention's own tests, in a few words."""
     counts: dict[str, int] = {}

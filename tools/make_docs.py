@@ -148,7 +148,8 @@ def support(proof: Iterable[Evidence]) -> str:
         "",
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
-        "kernels compile there within their budgets (`make compile`); no such row exists. **refused**: with the reason below.",
+        "kernels compile there within their budgets (`make compile`); no such row exists, though tests may have run it on a",
+        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) did. **refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md).",
         "",
@@ -224,11 +225,10 @@ def full() -> str:
     ]
     for file in suites:
         parts += [f"## {file.stem}", ""]
-        parts += [script_tables.NOTES[file.stem], ""] if file.stem in script_tables.NOTES else []
-        parts += [report.markdown(read(file))]
+        parts += [script_tables.NOTES[file.stem], "", report.markdown(read(file))]
         parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    parts += [f"## {COMPANIONS.stem}", "", companion_tables.summary(rows), "", companion_tables.table(rows), ""]
-    parts += [companion_tables.provenance(rows), ""]
+    parts += [f"## {COMPANIONS.stem}", "", script_tables.NOTES[COMPANIONS.stem], "", companion_tables.summary(rows), ""]
+    parts += [companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
     for file in scripts:
         parts += [f"## {file.stem}", "", script_tables.section(file), ""]
     return "\n".join(parts)
@@ -252,6 +252,10 @@ def features(text: str) -> str:
 def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
     text = replaced(text, "decoding", script_tables.decoding(RESULTS))
+    text = replaced(text, "cpu32", "\n" + script_tables.cpu_sizes(RESULTS))
+    lines = ["", "| pass and shape | speed | beside |", "| --- | --- | --- |"]
+    lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
+    text = replaced(text, "behind", "\n".join([*lines, ""]))
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 
 
@@ -267,6 +271,7 @@ def answers(text: str) -> str:
         "decoding": script_tables.decoding(RESULTS),
         "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
         "wide": f"{wide[1]}, {wide[2]}",
+        "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
         "peers": f"{forward} of our forward's time, and {both} with its backward",
         "field": front_page.field_tests(RESULTS),
     }

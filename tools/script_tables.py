@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -17,8 +18,9 @@ FILES = {  # file -> what its rows are
     "features-h100": "The same with the portable kernels.",
     "hopper-forward-h100": "Shares of the plain problem's FLOP/s, forward: `benchmarks/hopper_forward.py`.",
     "hopper-backward-h100": "The same of backwards, split and deterministic ones too: `benchmarks/hopper_backward.py`.",
-    "cpu-epyc": "Calls, a training step and memory beside PyTorch's own attention on a CPU: `benchmarks/cpu.py`. `ratio`: "
-    "our time or memory over PyTorch's.",
+    "cpu-epyc": "fp32 calls, a training step and memory beside PyTorch's own attention on one thread of a CPU: "
+    "`benchmarks/cpu.py`. `ratio`: our time or memory over PyTorch's, so that above 1 we are slower; `bar`: the most that the "
+    "script allows. `shape`: batch x queries x keys x heads of q x of k x head_dim; `both`: forward and backward.",
     "cpu-features-xeon": "Costs of features on a CPU, before fp32 ran PyTorch's own kernels. Ratios: time over plain SDPA.",
     "train-h100": "GPT-2 124M in training: `benchmarks/train.py`.",
     "host-h100": "Host time of a call: `benchmarks/host.py`.",
@@ -48,28 +50,55 @@ FILES = {  # file -> what its rows are
     "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once.",
     "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
-    "`efficiency`: one GPU's time over twice that of two. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups of heads, which "
-    "are 1 since, because causal backwards of few heads end with one long program.",
+    "`efficiency`: one GPU's time over twice that of two. "
+    "Where a shape and a way have several rows, the last is the newest. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups "
+    "of heads, which are 1 since, because causal backwards of few heads end with one long program.",
     "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
     "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
-NOTES = {  # suite -> what must be known of its rows
-    "cpu-xeon": "Two changes are newer than these rows. fp32 runs PyTorch's own kernels since e473899: [cpu-epyc](#cpu-epyc) "
-    "measures it. 16-bit backwards sum delta in a pass of their own since 55efbd4, which nothing measures yet.",
-}
+PEERS = "cuDNN and FlashAttention-4"
+NOTES = {  # suite -> who stands beside whom, in which shapes; behind it what else must be known of its rows
+    "cpu-xeon": "16 bits and fp32 beside PyTorch's own attention on a CPU. **Of fp32 these rows are old**: it runs PyTorch's "
+    "own kernels since e473899, and [cpu-epyc](#cpu-epyc) measures that. 16-bit backwards sum delta in a pass of their own "
+    "since 55efbd4, which nothing measures yet.",
+    "fa3-paper-h100": "The portable kernels, which other GPUs run, beside cuDNN, FlashAttention-2 and FlexAttention: head_dim "
+    "64, 128 and 256, 1k to 16k tokens. What an H100 runs by "
+    "default is Hopper's own: [hopper-fa3-paper-h100](#hopper-fa3-paper-h100).",
+    "fp32-llmc-h100": "fp32 by the portable kernels beside PyTorch's efficient attention: GPT-2's shapes, head_dim 64, causal.",
+    "hopper-beside-cudnn-h100": "Hopper's kernels beside cuDNN alone, shapes of several suites: what [goals](goals.md) "
+    "judges it by. Other rotations than those of the suites by name, so that the same shape may have another figure there.",
+    "hopper-cudnn-cross-h100": f"Hopper's kernels beside {PEERS}: more keys than queries, head_dim 64 (cuDNN's samples).",
+    "hopper-cudnn-cross-h200": "The same on an H200.",
+    "hopper-fa3-paper-h100": f"Hopper's kernels beside {PEERS}: head_dim 64, 128 and 256, 1k to 16k tokens. The first row of "
+    "README's table of speed, and its figure.",
+    "hopper-fa3-paper-h200": "The same on an H200.",
+    "hopper-llmc-h100": f"Hopper's kernels beside {PEERS}: GPT-2's shapes, fp16, head_dim 64, causal (llm.c).",
+    "hopper-llmc-h200": "The same on an H200.",
+    "hopper-mla-h100": f"Hopper's kernels beside {PEERS}: head_dim 192 and values of 128 (DeepSeek).",
+    "hopper-mla-h200": "The same on an H200.",
+    "hopper-models-h200": f"Hopper's kernels beside {PEERS}: training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3.",
+    "hopper-triton-tutorial-h100": f"Hopper's kernels beside {PEERS}: head_dim 64 and 128, 1k to 32k tokens, fp16, causal "
+    "(Triton's tutorial).",
+    "hopper-triton-tutorial-h200": "The same on an H200.",
+    "llmc-h100": "The portable kernels beside everything that was installed: GPT-2's shapes in fp16 and fp32, head_dim 64, "
+    "causal.",
+    "companions-h100": "Norms, losses, rotary embeddings and softmax beside torch.compile, Liger and others: "
+    "`benchmarks/companions.py`.",
+}  # fmt: skip
 MACHINE = ("device", "driver", "torch", "triton", "cudnn", "flash_attn", "python", "jax", "date", "commit")
 LEFT_OUT = {"section", "losses"}  # a title, and a list of numbers in one cell
 
 
 def contents(folder: Path, stems: Iterable[str]) -> str:
-    """A line per section: device, days and commits."""
-    lines = ["| section | device | measured | commits |", "| --- | --- | --- | --- |"]
+    """A line per section: what it is, device, days and commits."""
+    lines = ["| section | what it is | device | measured | commits |", "| --- | --- | --- | --- | --- |"]
     for stem in stems:
         rows = [row for row in read(folder / f"{stem}.csv") if row["device"]]
         devices, days, commits = (sorted({row[name] for row in rows}) for name in ("device", "date", "commit"))
         span = " to ".join(dict.fromkeys((days[0][:10], days[-1][:10])))
-        lines.append(f"| [{stem}](#{stem}) | {', '.join(devices)} | {span} | {', '.join(commits)} |")
+        what = re.split(r": `|\. ", (NOTES | FILES)[stem])[0].removesuffix(".")
+        lines.append(f"| [{stem}](#{stem}) | {what} | {', '.join(devices)} | {span} | {', '.join(commits)} |")
     return "\n".join(lines)
 
 
@@ -77,12 +106,12 @@ def section(path: Path) -> str:
     """What a script's file is, its rows by their `section`, and the machines and commits that they are of."""
     rows = read(path)
     parts = [FILES[path.stem]]
+    kept = {"commit"} if len({row["commit"] for row in rows if row["device"]}) > 1 else set[str]()  # which rows are the newest
+    shown = [name for name in rows[0] if name in kept or (name not in MACHINE and name not in LEFT_OUT)]
     for title in dict.fromkeys(row.get("section", "") for row in rows):
         mine = [row for row in rows if row.get("section", "") == title]
         parts += [f"**{title}**"] if title else []
-        parts.append(
-            _table(mine, [n for n in rows[0] if n not in MACHINE and n not in LEFT_OUT and any(row[n] for row in mine)])
-        )
+        parts.append(_table(mine, [name for name in shown if any(row[name] for row in mine)]))
     machines = [{name: row.get(name, "") for name in MACHINE} | {"date": row["date"][:10]} for row in rows if row["device"]]
     return "\n\n".join([*parts, provenance(machines).replace("\n", "<br>\n")])
 
@@ -140,6 +169,18 @@ def shares(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def cpu_sizes(folder: Path) -> str:
+    """Our speed beside PyTorch's of calls on a CPU, forward and backward, by queries and keys: a table of docs/limits.md."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for row in read(folder / "cpu-epyc.csv"):
+        if (row["section"], row["what"]) == ("calls", "both"):
+            queries, keys = map(int, row["shape"].split("x")[1:3])
+            found.setdefault((queries, keys), []).append(1 / float(row["ratio"]))
+    sizes = [(f"{size[0]:,} x {size[1]:,}", f"{min(found[size]):.2f}x", f"{max(found[size]):.2f}x") for size in sorted(found)]
+    lines = ["| queries x keys | least | most |", "| --- | --- | --- |", *(f"| {' | '.join(size)} |" for size in sizes)]
+    return "\n".join([*lines, ""])
+
+
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
     rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
@@ -153,7 +194,8 @@ def decoding(folder: Path) -> str:
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " --- |" * (len(names) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows)])
+    cells = ([row[name] if name == "commit" else _cell(row[name]) for name in names] for row in rows)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def _cell(text: str) -> str:
