@@ -71,6 +71,17 @@ def test_every_figure_of_readme_is_of_the_card_that_it_names() -> None:
     assert "on one NVIDIA H100 80GB:" in (ROOT / "README.md").read_text()
 
 
+def test_what_is_behind_a_peer_begins_with_the_least_figures_of_the_table() -> None:
+    """The first row of README's table has the least of each pass; what is below 1 there is named, and nothing else."""
+    folder = ROOT / "benchmarks" / "results"
+    (row,) = (line for line in front_page.speed(folder).splitlines() if front_page.SUITES[front_page.FIGURE] in line)
+    least = dict(zip(("forward", "backward"), re.findall(r"\((\d\.\d\d) to", row), strict=True))
+    found: dict[str, str] = {}
+    for what, speed, _ in front_page.behind(folder):
+        found.setdefault(what.partition(",")[0].split()[1], speed.removesuffix("x"))
+    assert found == {direction: figure for direction, figure in least.items() if float(figure) < 1.0}
+
+
 def test_the_guide_names_the_versions_of_readme_s_rows() -> None:
     folder = ROOT / "benchmarks" / "results"
     told = dict(re.findall(r"^\| (\w[^|]*?) \| (\d\S*) \|$", (ROOT / "docs/how-to/benchmarks.md").read_text(), re.MULTILINE))
