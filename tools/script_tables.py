@@ -74,15 +74,17 @@ def contents(folder: Path, stems: Iterable[str]) -> str:
 
 
 def section(path: Path) -> str:
-    """What a script's file is, its rows by their `section`, and the machines and commits that they are of."""
+    """What a script's file is, its rows by their `section`, and the machines and commits that they are of.
+
+    A table of rows of several commits says which.
+    """
     rows = read(path)
     parts = [FILES[path.stem]]
     for title in dict.fromkeys(row.get("section", "") for row in rows):
         mine = [row for row in rows if row.get("section", "") == title]
         parts += [f"**{title}**"] if title else []
-        parts.append(
-            _table(mine, [n for n in rows[0] if n not in MACHINE and n not in LEFT_OUT and any(row[n] for row in mine)])
-        )
+        hidden = {*MACHINE, *LEFT_OUT} - ({"commit"} if len({row["commit"] for row in mine}) > 1 else set())
+        parts.append(_table(mine, [n for n in rows[0] if n not in hidden and any(row[n] for row in mine)]))
     machines = [{name: row.get(name, "") for name in MACHINE} | {"date": row["date"][:10]} for row in rows if row["device"]]
     return "\n\n".join([*parts, provenance(machines).replace("\n", "<br>\n")])
 

@@ -414,9 +414,10 @@ def the_text_says_which_method_and_what_it_sends() -> None:
     ranks = dist.get_world_size()
     q, k, v = (t.bfloat16() for t in shards(n=8, heads_q=8, heads_kv=2))
     text = Context(layout="zigzag").explain(q, k, v, causal=True)
-    assert text.startswith(f"ulysses, layout zigzag, {ranks} ranks of 8 of {8 * ranks} queries")
+    assert text.startswith(f"allgather, layout zigzag, {ranks} ranks of 8 of {8 * ranks} queries")
+    assert "  auto asks allgather first: it sends fewer bytes, and work is even" in text
     keys = 8 * 2 * 32
-    assert f"  allgather: a rank sends {keys * 2 * (ranks - 1):,} bytes forward, {keys * 4 * (ranks - 1):,} backward" in text
+    assert f"* allgather: a rank sends {keys * 2 * (ranks - 1):,} bytes forward, {keys * 4 * (ranks - 1):,} backward" in text
     assert "busiest rank has 1.00 times" in Context(method="ring", layout="zigzag").explain(q, k, v, causal=True)
     assert "busiest rank has 1.00 times" not in Context(method="ring").explain(q, k, v, causal=True)
     of_gpu = [torch.empty(1, 65536 // ranks, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]

@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flashtile
-from flashtile import Band, Dilated, InvalidProblem, NotSupported
+from flashtile import Band, Dilated, Document, Dropout, InvalidProblem, NotSupported
 from flashtile.distributed import Context, attention, attention_varlen, shard
 from flashtile.integrations.diffusers import attention_forward
+from flashtile.torch.context import attention as of_attention
 from flashtile.torch.context import gathered, heads
+from flashtile.torch.context import varlen as of_varlen
+from flashtile.torch.context.agree import agree
 from flashtile.torch.context.collectives import Gathering, Returning, ToHeads, ToTokens
 from flashtile.torch.context.context import head_groups
 from flashtile.torch.execute.prepared import PreparedCall
@@ -64,6 +67,61 @@ def a_window_fetches_its_halo_alone() -> None:
             assert said in context.explain(*local, **how)
             assert Context(layout=layout).explain(*local, **how).startswith("allgather")
     assert "halo" not in Context(method="allgather").explain(*(t[:, :n] for t in whole), window=(n * ranks, 0))
+
+
+def auto_takes_what_sends_less_where_work_is_even() -> None:
+    """What two H200 measured, of 32 and 8 heads: all-gather is faster. Over four ranks it would send more."""
+    ranks, bf16 = dist.get_world_size(), torch.bfloat16
+    few = [torch.empty(1, 16384 // ranks, heads, 128, dtype=bf16, device="meta") for heads in (32, 8, 8)]
+    equal = [torch.empty(1, 16384 // ranks, 32, 128, dtype=bf16, device="meta") for _ in range(3)]
+    method, said = ("allgather", "it sends fewer bytes") if ranks == 2 else ("ulysses", "bytes in all")
+    laws: list[tuple[list[torch.Tensor], Any, dict[str, Any], Any, str]] = [
+        (few, "zigzag", {"causal": True}, method, said),
+        (few, "zigzag", {}, method, said),
+        (few, "contiguous", {"causal": True}, "ulysses", "would have 1.50 times" if ranks == 2 else "bytes in all"),
+        (few, "zigzag", {"causal": True, "window": (1023, 0)}, "allgather", "a window's halo"),
+        (equal, "zigzag", {"causal": True}, "ulysses", "bytes in all"),
+    ]  # fmt: skip
+    for given, layout, how, method, said in laws:
+        told = Context(layout=layout).explain(*given, **how)
+        assert told.startswith(method), told
+        assert f"  auto asks {method} first: " in told, told
+        assert said in told, told
+        assert "auto asks" not in Context(method=method, layout=layout).explain(*given, **how)
+    assert Context(layout="striped").explain(*few, causal=True).startswith("ulysses")
+    window = {"causal": True, "window": (1023, 0), "dropout": Dropout(0.1, 7)}  # which fetches no halo beside dropout
+    assert "a window's halo" not in Context(layout="zigzag").explain(*few, **window)
+
+    context, q, k, v = Context(layout="zigzag"), *shards(n=16, heads_q=8, heads_kv=2)
+    starts, used = (torch.tensor(of, dtype=torch.int32) for of in ([0, 5, 16 * ranks], [9 * ranks]))
+    ids = torch.zeros(1, 16, dtype=torch.int32)
+    for call, method in (
+        (lambda: attention(q, k, v, context=context, causal=True), "allgather"),
+        (lambda: attention(q, k, v, context=context), "allgather"),
+        (lambda: attention(q, k, v, context=Context(), causal=True), "ulysses"),
+        (lambda: attention(q, k, v, context=Context()), "allgather"),
+        (lambda: attention(q, k, v, context=context, causal=True, mask=Document(ids)), "ulysses"),
+        (lambda: attention(q, k, v, context=context, causal=True, seqused_q=used, seqused_k=used), "ulysses"),
+        (lambda: attention_varlen(q[0], k[0], v[0], starts, context=context, causal=True), "ulysses"),
+        (lambda: attention(q, k, v, context=context, causal=True, window=(5, 0)), "allgather"),
+        (lambda: attention(q, k, v, context=Context(), causal=True, window=(5, 0), dropout=Dropout(0.5, 7)), "ulysses"),
+    ):  # fmt: skip
+        with taken() as methods:
+            call()
+        assert methods == [method]
+
+
+@contextmanager
+def taken() -> Generator[list[str]]:
+    """The methods that calls agree on."""
+    methods = list[str]()
+
+    def noting(context: Any, told: dict[str, str], *some: Any, **more: Any) -> Any:
+        methods.append(told["method"])
+        return agree(context, told, *some, **more)
+
+    with patch.object(of_attention, "agree", noting), patch.object(of_varlen, "agree", noting):
+        yield methods
 
 
 def degrees_of_diffusers() -> None:

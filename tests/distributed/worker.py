@@ -27,6 +27,7 @@ from tests.distributed.engines import ENGINES
 from tests.distributed.ring_names import names_of_ring_flash_attn
 from tests.distributed.volumes import (
     a_window_fetches_its_halo_alone,
+    auto_takes_what_sends_less_where_work_is_even,
     degrees_of_diffusers,
     heads_by_groups_are_under_way_while_others_are_computed,
     heads_over_one_axis_of_a_mesh_and_positions_over_the_other,
@@ -47,6 +48,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
         for c in (
             *CHECKS,
             a_window_fetches_its_halo_alone,
+            auto_takes_what_sends_less_where_work_is_even,
             names_of_ring_flash_attn,
             drawn_calls_are_those_of_one_process,
             *(ENGINES if ranks == 2 else ()),

@@ -23,12 +23,12 @@ from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.collectives import Exchange, dealt, ordered, wider
-from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, refusals
+from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, reach, refusals
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.heads import attend_heads
-from flashtile.torch.context.layout import Fetched, check_length, fetched, prefixes, runs
+from flashtile.torch.context.layout import Fetched, check_length, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
@@ -83,7 +83,7 @@ def attention(
         used = _used(q, k, v, seqused_q, seqused_k, context)
         want, method = checked(
             q, k, v, context, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, dropout=dropout,
-            options=options, return_lse=return_lse,
+            options=options, return_lse=return_lse, counted=used is not None,
         )  # fmt: skip
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     told = described(want, method=method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
@@ -128,7 +128,7 @@ def by_positions(
 def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
     """(out, lse or None): a call for each run of queries, beside the first keys of all, or those of its window."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
-    band = want.band if want.dropout is None else Band(None, want.band.right)  # a halo's keys begin anywhere
+    band = reach(want.band, want.dropout is not None)
     own = runs(context.layout, q.shape[1] * context.ranks, context.ranks, context.rank)
 
     def parts_of(have: Fetched, want: Wanted) -> list[Part]:
@@ -224,10 +224,12 @@ def plain(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 
 def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wanted, str]:
-    """What is asked for, and the method that does it. given: the other arguments of `attention`."""
+    """What is asked for, and the method that does it. given: the other arguments of `attention`; packed, counted: whether
+    cu_seqlens or seqused come beside them.
+    """
     check_tensors(q, k, v, None)
     score, mask, ranks = modifiers(given.pop("score")), given.pop("mask"), context.ranks
-    dropout, packed = given.pop("dropout"), given.pop("packed", False)
+    dropout, packed, counted = given.pop("dropout"), given.pop("packed", False), given.pop("counted", False)
     if dropout is not None:
         check_dropout(dropout, q.device)
     trial = None if dropout is None else Dropout(dropout.p, 0)  # which draws nothing
@@ -247,7 +249,8 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
     want = replace(want, dropout=drops)
     _check_shapes(want, q, k, ranks)
     seqlens, layout = (q.shape[1] * ranks, k.shape[1] * ranks), context.layout
-    methods = candidates(context, layout != "striped" and fetched(layout, seqlens, ranks, want.band)[0].halo)
+    dense = not (packed or counted or want.terms)
+    methods, _ = candidates(context, q, k, v, want.band, drops is not None, dense)
     against_all = {
         m: [
             *refusals(m, layout, q.shape[2], k.shape[2], context.inner if m in TWO_AXES else ranks),

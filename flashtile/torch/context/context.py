@@ -8,13 +8,14 @@ from typing import Any, Literal
 from flashtile.errors import InvalidProblem
 from flashtile.problem.dropout import GRAIN
 from flashtile.problem.mask import Band, make_mask
-from flashtile.torch.context.layout import LAYOUTS, Fetched, Stages, check_length, fetched, pairs, runs, sent_rows, stages
+from flashtile.torch.context.layout import LAYOUTS, Fetched, Stages, busiest, check_length, fetched, runs, sent_rows, stages
 
 TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
 MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
 KEYS, TILES = 128, 512  # keys of a tile; tiles that fill the 132 processors of an H100 about four times. With 128 tiles of
 # grouped heads a causal backward ends with its longest one: 16k tokens took 12.35 ms instead of 9.1 (two H200, 2026-11-29)
 LARGE = 1 << 20
+EVEN = 1.02  # times the mean of scores: on two H200 all-gather of equal work was 1.028 to 1.10 times as fast as Ulysses
 METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 
 
@@ -26,9 +27,10 @@ class Context:
         a DeviceMesh of two axes, whose ranks count row by row.
     method: "ulysses" exchanges heads for positions, each rank then attends its heads of the whole sequence; "allgather"
         gathers k and v, of a window its halo alone; "ring" passes k and v on from rank to rank, and merges partial results by
-        lse: the least memory. "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring; of a
-        window that makes a halo small allgather comes first. "usp" is ulysses over a mesh's second axis and allgather over its
-        first, "usp_ring" ring over its first: for more ranks than heads, or hosts with slow links between them.
+        lse: the least memory. "auto" takes the first that can do what is asked, in the order ulysses, allgather, ring;
+        allgather comes first of a window that makes a halo small, and where it sends fewer bytes than ulysses and ranks' work
+        is even. "usp" is ulysses over a mesh's second axis and allgather over its first, "usp_ring" ring over its first: for
+        more ranks than heads, or hosts with slow links between them.
     layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
         mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
     check: "always" lets ranks agree about every call before anything else is sent: arguments, shapes, options, and, on the CPU,
@@ -115,7 +117,7 @@ class Context:
         dropout: Any = None,
     ) -> str:  # fmt: skip
         """The method and why, what a rank sends by it and by the others, what of that is hidden behind attention, and how even
-        work is, of these local shards.
+        work is, of these local shards, without masks of tensors, packed documents and seqused.
 
         q, k, v: tensors, or anything with their shape, dtype and device, such as meta tensors, which are taken for a GPU's.
         dropout: a `Dropout`, or None; its numbers are not read. Nothing is sent.
@@ -132,10 +134,11 @@ class Context:
             for name in names:
                 lengths = seqlen_q, seqlen_k
                 against[name] += against_dropout(name, self.layout, lengths, outer, q.device.type, False)
-        reach = band if dropout is None else Band(None, band.right)  # beside dropout all keys of a window are gathered
-        wanted = fetched(self.layout, (seqlen_q, seqlen_k), outer, reach) if self.layout != "striped" else ()
+        seen = reach(band, dropout is not None)
+        wanted = fetched(self.layout, (seqlen_q, seqlen_k), outer, seen) if self.layout != "striped" else ()
         halo = bool(wanted) and wanted[0].halo
-        method = next(name for name in candidates(self, halo) if not against[name] or name == self.method)
+        order, reason = candidates(self, q, k, v, band, dropout is not None, True)
+        method = next(name for name in order if not against[name] or name == self.method)
         lines = [f"{method}, layout {self.layout}, {ranks} ranks of {q.shape[1]} of {seqlen_q} queries"]
         for name in names:
             over = TWO_AXES.get(name, name)
@@ -145,7 +148,7 @@ class Context:
                 forward, backward = (
                     halo_bytes(self.layout, q, k, v, wanted, inner)
                     if halo
-                    else stage_bytes(stages(self.layout, (seqlen_q, seqlen_k), outer, reach), q, k, v, inner)
+                    else stage_bytes(stages(self.layout, (seqlen_q, seqlen_k), outer, seen), q, k, v, inner)
                 )
                 of = "the halo of its window alone: " if halo else ""
             if name in TWO_AXES:
@@ -159,22 +162,10 @@ class Context:
             hidden = ", all but the first step's while keys are computed" if over == "ring" and outer > 1 else hidden
             why = "; ".join(against[name]) or f"{of}a rank sends {forward:,} bytes forward, {backward:,} backward{hidden}"
             lines.append(f"{'*' if name == method else ' '} {name}: {why}")
-        work = [
-            sum(
-                piece.band(band).count_visible(piece.query.count, piece.key.count)
-                for other in range(outer)
-                for piece in pairs(
-                    runs(self.layout, seqlen_q, outer, rank),
-                    runs(self.layout, seqlen_k, outer, other),
-                    seqlen_k - seqlen_q,
-                    band,
-                )
-            )
-            for rank in range(outer)
-        ]
-        if method == "ulysses":
-            work = [sum(work)]
-        lines.append(f"  the busiest rank has {max(work) * len(work) / max(sum(work), 1):.2f} times the mean of scores")
+        if reason:
+            lines.append(f"  auto asks {order[0]} first: {reason}")
+        share = 1.0 if method == "ulysses" else busiest(self.layout, (seqlen_q, seqlen_k), outer, band)
+        lines.append(f"  the busiest rank has {share:.2f} times the mean of scores")
         return "\n".join(lines)
 
 
@@ -185,11 +176,36 @@ def _outside() -> Any:
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
-def candidates(context: Context, halo: bool) -> tuple[str, ...]:
-    """The methods in the order in which they are asked. halo: whether "allgather" fetches no more than a window's halo."""
+def candidates(context: Context, q: Any, k: Any, v: Any, band: Band, dropped: bool, dense: bool) -> tuple[tuple[str, ...], str]:
+    """(the methods in the order in which they are asked, why "auto" asks the first one first, if it had a choice).
+
+    Bytes stand for time, because what travels is copied, too, and bound what "allgather" keeps.
+
+    dense: that nothing but `band` hides keys, so that each rank's work is known without reading tensors.
+    """
     if context.method != "auto":
-        return (context.method,)
-    return ("allgather", "ulysses", "ring") if halo else ("ulysses", "allgather", "ring")
+        return (context.method,), ""
+    gathered, by_heads = ("allgather", "ulysses", "ring"), ("ulysses", "allgather", "ring")
+    if context.layout == "striped":  # which cannot be gathered
+        return by_heads, ""
+    ranks = context.ranks
+    seqlens = q.shape[1] * ranks, k.shape[1] * ranks
+    if fetched(context.layout, seqlens, ranks, reach(band, dropped))[0].halo:
+        return gathered, "a window's halo is less than half of the others' keys"
+    if not dense:
+        return by_heads, "masks, documents and lengths may give ranks unequal work"
+    sent, of_heads = (sum(sent_bytes(method, q, k, v, ranks)) for method in ("allgather", "ulysses"))
+    if sent >= of_heads:
+        return by_heads, f"allgather sends up to {sent:,} bytes in all, and ulysses {of_heads:,}"
+    share = busiest(context.layout, seqlens, ranks, band)
+    if share > EVEN:
+        return by_heads, f"by allgather the busiest rank would have {share:.2f} times the mean of scores"
+    return gathered, "it sends fewer bytes, and work is even; of masks, documents and seqused it would ask ulysses"
+
+
+def reach(band: Band, dropped: bool) -> Band:
+    """The band whose keys "allgather" fetches: beside dropout all keys of a window, because a halo's begin anywhere."""
+    return Band(None, band.right) if dropped else band
 
 
 def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) -> list[str]:

@@ -242,3 +242,21 @@ def pairs(own: tuple[Run, ...], others: tuple[Run, ...], shift: int, band: Band)
             key_row += key.count
         row += run.count
     return tuple(pieces)
+
+
+def busiest(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> float:
+    """How many times the mean of scores the rank has that has most, where each attends its own queries.
+
+    seqlens: of queries and keys of the whole.
+    """
+    shift = seqlens[1] - seqlens[0]
+    striped = [runs(layout, seqlens[1], ranks, rank) for rank in range(ranks)] if layout == "striped" else None
+    work = [
+        sum(
+            piece.band(band).count_visible(piece.query.count, piece.key.count)
+            for keys in striped or [(Run(0, seqlens[1]),)]  # steps are alike
+            for piece in pairs(runs(layout, seqlens[0], ranks, rank), keys, shift, band)
+        )
+        for rank in range(ranks)
+    ]
+    return max(work) * ranks / max(sum(work), 1)
