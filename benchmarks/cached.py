@@ -1,15 +1,18 @@
 """Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
-        [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles] [--backends triton hopper] [--sets split=128 LOADS=4]
+        [--lengths equal lognormal one-long] [--windows 0 1024] [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles]
+        [--backends triton hopper] [--sets split=128 LOADS=4]
         [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
 
-All items have equal lengths, and every query sees every key. Caches are bf16, or of 8 bits with a scale for each head. Models
-`mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each of our rows once
-more for each tile that there might be (`kernels/portable/cached.py`, `kernels/sm90/host/choose_cached.py`), --backends: for
-each of these, by their names, --sets: with this split, or this number in `kernels/device/decoding.py`. A graph holds a call
-for each of several caches, together larger than the L2 cache where memory allows, so that keys come from memory. Replays take
-turns. What is timed is right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a
+Items have equal lengths, or lognormal ones about a quarter of the keys, or the first one is 16 times as long as the others.
+Every query sees every key of its item, or those of a window that ends at its own. Caches are bf16, or of 8 bits with a scale
+for each head. Models `mla-N` are absorbed MLA with N heads: keys of 576 columns, whose first 512 are the values. --tiles: each
+of our rows once more for each tile that there might be (`kernels/portable/cached.py`,
+`kernels/sm90/host/choose_cached.py`), --backends: for each of these, by their names, --sets: with this split, or this number
+in `kernels/device/decoding.py`. A graph holds a call for each of several caches, together larger than the L2 cache where
+memory allows, so that keys come from memory. SDPA is given a mask where items differ, and of a window its keys alone. Replays
+take turns. What is timed is right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a
 cell's keys and values and writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a
 row's, `of_best` the best peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of
 the same pages in bf16 over those of 8 bits, `of_first` that of the library's choice over a variant's. `tflops` counts both
@@ -23,7 +26,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.cached_cells import KINDS, LENGTHS, MODELS, Caches, Cell, Row
 from benchmarks.experiment import Ahead, Experiment, main_of
 from benchmarks.record import Record, at_least_one, is_lost
 from benchmarks.replay import captured, replay_ms
@@ -47,32 +51,16 @@ from flashtile.kernels.sm90.host import choose_cached as hopper
 from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Options
-from flashtile.torch.cache.attention import attention_cached
 
-# heads_q, heads_kv, head_dim, head_dim_v of one layer
-MODELS = {
-    "llama3-8b": (32, 8, 128, 128), "llama3-70b-tp8": (8, 1, 128, 128), "qwen3-32b": (64, 8, 128, 128),
-    "mla-16": (16, 1, 576, 512), "mla-128": (128, 1, 576, 512),
-}  # fmt: skip
-# What a cache may hold, and what its numbers, of a normal distribution, are divided by.
-KINDS = {
-    "bf16": (torch.bfloat16, 1.0), "e4m3": (torch.float8_e4m3fn, 1 / 16), "e5m2": (torch.float8_e5m2, 1 / 16),
-    "int8": (torch.int8, 1 / 25),
-}  # fmt: skip
 BATCHES = (1, 8, 64)
 KEYS = (1024, 4096, 16384, 65536)
 PAGES = (16, 64, 256)
 BACKENDS = ("triton", "hopper")
 PEERS = {"sdpa/flash": "FLASH_ATTENTION", "sdpa/cudnn": "CUDNN_ATTENTION"}
 COPY, COPY_8 = "copy", "copy of 8 bits"
-LEAST_BYTES = 256 << 20  # of all caches of a graph: five times an H100's L2, so that nothing of it is found there
-MOST_COPIES = 512
-MOST_BYTES = 80 << 30
 ROUNDS = 30
 LEAST_S = 2.0
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
-Call = Callable[[], tuple[torch.Tensor, ...]]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,158 +90,16 @@ class Asked:
     variants: tuple[Variant, ...]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What all entrants of a rotation do."""
-
-    model: str
-    batch: int
-    keys: int
-    queries: int
-
-    @property
-    def shared(self) -> bool:
-        """Whether values are columns of the keys."""
-        return self.model.startswith("mla")
-
-    @property
-    def cache_bytes(self) -> int:
-        """Of bf16 keys and values."""
-        _, heads, dim, dim_v = MODELS[self.model]
-        return 2 * self.batch * self.keys * heads * (dim if self.shared else dim + dim_v)
-
-    @property
-    def copies(self) -> int:
-        """Caches that a graph goes through."""
-        return max(1, min(MOST_COPIES, -(-LEAST_BYTES // self.cache_bytes), MOST_BYTES // self.cache_bytes))
-
-    def all_bytes(self, kind: str) -> int:
-        """What a call reads and writes at least."""
-        heads, _, dim, dim_v = MODELS[self.model]
-        return self.cache_bytes * KINDS[kind][0].itemsize // 2 + 2 * self.batch * self.queries * heads * (dim + dim_v)
-
-    @property
-    def flops(self) -> int:
-        heads, _, dim, dim_v = MODELS[self.model]
-        return 2 * self.batch * self.queries * self.keys * heads * (dim + dim_v)
-
-    def row(self) -> Row:
-        heads, heads_kv, dim, _ = MODELS[self.model]
-        return {
-            "model": self.model, "heads_q": heads, "heads_kv": heads_kv, "head_dim": dim, "batch": self.batch,
-            "keys": self.keys, "queries": self.queries,
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        return f"{self.model} b{self.batch} k{self.keys} q{self.queries}"
-
-
-class Caches:
-    """The tensors of a cell: pools of each kind that all layouts share, which differ in their tables alone."""
-
-    def __init__(self, cell: Cell, copies: int, device: torch.device):
-        self.cell, self.copies, self.device = cell, copies, device
-        heads, heads_kv, dim, dim_v = MODELS[cell.model]
-        self.generator = torch.Generator(device).manual_seed(1)
-        rows = (copies * cell.batch, cell.keys, heads_kv)
-        self.k = self.normal((*rows, dim))
-        self.v = self.k[..., :dim_v] if cell.shared else self.normal((*rows, dim_v))
-        self.pools = {"bf16": (self.k, self.v)}
-        self.q = self.normal((copies, cell.batch, cell.queries, heads, dim))
-        self.used = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=device)
-
-    def normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(generator=self.generator)
-
-    def store(self, kind: str) -> None:
-        """The same numbers in 8 bits, and their scale."""
-        dtype, unit = KINDS[kind]
-        made: list[torch.Tensor] = []
-        for pool in (self.k,) if self.cell.shared else (self.k, self.v):
-            made.append(torch.empty(pool.shape, dtype=dtype, device=self.device))
-            for copy in range(self.copies):
-                part = pool[self.part(copy)] / unit
-                made[-1][self.part(copy)] = (part.round().clamp(-127, 127) if dtype is torch.int8 else part).to(dtype)
-        self.pools[kind] = (made[0], made[0][..., : self.v.shape[3]] if self.cell.shared else made[1])
-
-    def part(self, copy: int) -> slice:
-        """The items of one cache."""
-        return slice(copy * self.cell.batch, (copy + 1) * self.cell.batch)
-
-    def table(self, page: int) -> torch.Tensor:
-        """(copies, batch, columns): pages in random order."""
-        columns = self.cell.keys // page
-        order = torch.randperm(self.copies * self.cell.batch * columns, device=self.device, generator=self.generator)
-        return order.int().view(self.copies, self.cell.batch, columns)
-
-    def ours(self, page: int, kind: str, variant: Variant | None, one: bool = False) -> tuple[Call, torch.Tensor | None]:
-        """(a call over every cache, its table)."""
-        number, how = range(1 if one else self.copies), dict[str, Any](seqused_k=self.used)
-        how |= variant.call if variant else {}
-        k, v = self.pools[kind]
-        if kind != "bf16":
-            scale = torch.full(k.shape[2:3], KINDS[kind][1], device=self.device)
-            how |= {"k_scale": scale, "v_scale": scale}
-        if not page:
-            return lambda: tuple(attention_cached(self.q[i], k[self.part(i)], v[self.part(i)], **how) for i in number), None
-        table = self.table(page)
-        k = k.view(-1, page, *k.shape[2:])
-        v = k[..., : v.shape[3]] if self.cell.shared else v.view(-1, page, *v.shape[2:])
-        return lambda: tuple(attention_cached(self.q[i], k, v, table[i], **how) for i in number), table
-
-    def sdpa(self) -> Call:
-        """SDPA over contiguous caches, by whichever of its kernels is allowed."""
-
-        def attend(i: int) -> torch.Tensor:
-            q, k, v = (t.transpose(1, 2) for t in (self.q[i], self.k[self.part(i)], self.v[self.part(i)]))
-            made = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-            return made.transpose(1, 2)
-
-        return lambda: tuple(attend(i) for i in range(self.copies))
-
-    def copy(self, share: int) -> Call:
-        """A memcpy that reads and writes, together, what a call reads of bf16 keys and values, or a `share` of that."""
-        size = self.cell.cache_bytes // 4 // share  # numbers of 16 bits that are read
-        flat = self.k.view(-1)
-        step = flat.numel() // self.copies
-        target = torch.empty(size, dtype=flat.dtype, device=self.device)
-        return lambda: tuple(target.copy_(flat[i * step : i * step + size]) for i in range(self.copies))
-
-    def error(self, made: tuple[torch.Tensor, ...], table: torch.Tensor | None, page: int, kind: str = "bf16") -> float:
-        """The largest error of the last cache's first and last item, over the largest value."""
-        copy, worst, pools, unit = self.copies - 1, 0.0, self.pools[kind], KINDS[kind][1]
-        for item in {0, self.cell.batch - 1}:
-            place = copy * self.cell.batch + item
-            if table is None:
-                k, v = (t[place] for t in pools)
-            else:
-                pages = table[copy, item].long()
-                k, v = (t.unflatten(1, (-1, page)).flatten(0, 1)[pages].flatten(0, 1) for t in pools)
-            if kind != "bf16":
-                k, v = (t.float() * unit for t in (k, v))
-            exact = formula(self.q[copy, item], k, v)
-            worst = max(worst, ((made[-1][item].double() - exact).abs().max() / exact.abs().max()).item())
-        return worst
-
-
-def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention by its definition, in float64, a head of keys at a time."""
-    group, parts = q.shape[1] // k.shape[1], list[torch.Tensor]()
-    for head in range(k.shape[1]):
-        queries = q[:, head * group : (head + 1) * group].double()
-        scores = torch.einsum("qhd,kd->hqk", queries, k[:, head].double()) / math.sqrt(q.shape[-1])
-        parts.append(torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[:, head].double()))
-    return torch.cat(parts, 1)
-
-
-def compile_one(model: str, queries: int, page: int, keys: int, kind: str, variant: Variant | None) -> None:
+def compile_one(
+    model: str, queries: int, page: int, keys: int, kind: str, variant: Variant | None, window: int = 0
+) -> None:  # fmt: skip
     """In a process of its own: leave the kernels in the cache on disk."""
     with torch.no_grad(), tiled(variant):
-        caches = Caches(Cell(model, 1, keys, queries), 1, torch.device("cuda"))
+        caches = Caches(Cell(model, 1, keys, queries, window=window), 1, torch.device("cuda"))
         if kind != "bf16":
             caches.store(kind)
         with suppress(NoTile, NotSupported):
-            caches.ours(page, kind, variant, True)[0]()
+            caches.ours(page, kind, variant.call if variant else {}, True)[0]()
 
 
 TILES = 5  # as many as there are for a kind, at most
@@ -323,7 +169,7 @@ def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator
             for variant in (None, *asked.variants):
                 name = f"flashtile/{page or 'contiguous'}{'' if kind == 'bf16' else f'/{kind}'}"
                 with record.attempt(**caches.cell.row(), provider=name), tiled(variant) as taken:
-                    call, table = caches.ours(page, kind, variant)
+                    call, table = caches.ours(page, kind, variant.call if variant else {})
                     try:
                         made = captured(call, 1, side)
                     except (NoTile, NotSupported):
@@ -432,6 +278,8 @@ class Cached(Experiment[Cell]):
         parser.add_argument("--batch", nargs="+", type=at_least_one, default=list(BATCHES))
         parser.add_argument("--keys", nargs="+", type=at_least_one, default=list(KEYS), help="multiples of 256")
         parser.add_argument("--queries", nargs="+", type=at_least_one, default=[1])
+        parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["equal"])
+        parser.add_argument("--windows", nargs="+", type=int, default=[0], help="keys that a query sees; 0: all")
         parser.add_argument("--pages", nargs="+", type=int, choices=(0, *PAGES), default=[0, *PAGES], help="0: contiguous")
         parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
         parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
@@ -462,9 +310,10 @@ class Cached(Experiment[Cell]):
         chosen = self.chosen
         ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
         return compile_one, [
-            (model, queries, page, keys, kind, variant)
+            (model, queries, page, keys, kind, variant, window)
             for variant in (None, *self.asked.variants) for keys in ahead for page in self.asked.pages
             for kind in self.asked.kinds for queries in chosen.queries for model in chosen.models
+            for window in chosen.windows
         ]  # fmt: skip
 
     @contextmanager
@@ -476,8 +325,9 @@ class Cached(Experiment[Cell]):
     def cells(self) -> list[Cell]:
         chosen = self.chosen
         return [
-            Cell(model, batch, keys, queries)
-            for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for model in chosen.models
+            Cell(model, batch, keys, queries, lengths, window)
+            for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for lengths in chosen.lengths
+            for window in chosen.windows for model in chosen.models
         ]  # fmt: skip
 
     def place(self, cell: Cell) -> dict[str, Any]:

@@ -38,17 +38,18 @@ CROSS = suite_named("cudnn-cross").cases[:2]  # backwards of which the host take
 Call = Callable[[], object]
 
 
-def host_us(call: Callable[[], object], waits: bool = False) -> float:
+def host_us(call: Callable[[], object], waits: bool = False, calls: int | None = None) -> float:
     """Microseconds per call, a burst short enough not to fill the launch queue; if it `waits`, with what the GPU takes."""
     torch.cuda.synchronize()
+    calls = calls or CALLS
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     if waits:
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
-    return elapsed / CALLS * 1e6
+    return elapsed / calls * 1e6
 
 
 def check(name: str, made: torch.Tensor, exact: torch.Tensor) -> None:

@@ -83,7 +83,8 @@ def of_pages(row: Mapping[str, str]) -> str:
         return ""
     sizes = ("batch", "queries", "keys", "heads_q", "heads_kv", "head_dim")
     batch, queries, keys, heads_q, heads_kv, dim = (int(row[name]) for name in sizes)
-    inner = f"attention(q={batch}x{queries}x{heads_q}x{dim},kv={keys}x{heads_kv}x{dim},bf16,used=k)"
+    band = f",band={int(row['window']) - 1}:0" if row.get("window") else ""
+    inner = f"attention(q={batch}x{queries}x{heads_q}x{dim},kv={keys}x{heads_kv}x{dim},bf16{band},used=k)"
     return f"cached({inner},pages={batch * keys // int(page)}x{page}x{keys // int(page)})"
 
 

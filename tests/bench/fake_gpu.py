@@ -41,6 +41,13 @@ class Event:
         return float(end.tick - self.tick)
 
 
+class Stream:
+    """A stream on which nothing runs; a class, as annotations want it."""
+
+    def __init__(self, *_: Any):
+        pass
+
+
 class NoGraph:
     """A CUDA graph that holds nothing, as of launches on another stream than the captured one."""
 
@@ -108,7 +115,7 @@ def pretend(patch: Any) -> None:
         "is_available": lambda: True, "synchronize": lambda *_: None, "empty_cache": lambda: None, "Event": Event,
         "get_device_name": lambda *_: PROPERTIES.name, "get_device_properties": lambda *_: PROPERTIES,
         "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-        "Stream": lambda *_: None, "stream": nullcontext, "CUDAGraph": NoGraph, "graph": lambda *_, **__: nullcontext(),
+        "Stream": Stream, "stream": nullcontext, "CUDAGraph": NoGraph, "graph": lambda *_, **__: nullcontext(),
     }  # fmt: skip
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as commands
-from benchmarks import companion_cells, companion_sections, experiment, processes, record, replay
+from benchmarks import cached_cells, companion_cells, companion_sections, experiment, processes, record, replay
 from flashtile import dispatch
 from flashtile.demo.train import Setup
 from flashtile.kernels.portable.backend import BACKEND as TRITON
@@ -26,6 +26,10 @@ from tests.bench import fake_gpu
 CPU_PLACE = torch.device("cpu")
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
 TINY_CACHES: dict[str, Any] = dict(PAGES=(16, 32), LEAST_BYTES=1, ROUNDS=2, LEAST_S=0.0, captured=fake_gpu.captured)
+GENERATED: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16,
+)  # fmt: skip
 SCRIPTS = sorted(p.stem for p in Path(record.__file__).parent.glob("[!_]*.py") if '"__main__"' in p.read_text())
 NAMED: dict[str, list[str]] = {
     "exported": ["here.so"],
@@ -52,6 +56,13 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "cpu --features": (
         ["--section", "features", "--dtype", "fp32", "--rounds", "2"], dict(SEQLEN=32, HEADS=1, HEAD_DIM=16, MOST=1e9), 16,
     ),
+    "generation": (
+        ["--batch", "2", "--keys", "16", "--new", "2"],
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, SHAPE=GENERATED, HOST_CELL=cached_cells.Cell("tiny", 1, 64, 1), CALLS=1, ROUNDS=1,
+             IN_A_GRAPH=2, REPEATS=3, captured=fake_gpu.captured,
+             REPEATED={"plain": (cached_cells.Cell("tiny", 2, 32, 1), 16, "bf16", {}),
+                       "e4m3": (cached_cells.Cell("tiny", 2, 32, 1, "lognormal"), 0, "e4m3", {})}), 9,
+    ),
     "host": ([], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 4),
     "host --ops": (["--ops"], dict(SHAPE=(1, 8, 1, 16), CALLS=1, ROUNDS=1, WARM_CALLS=1), 20),
     "host --cross": (["--cross"], dict(CROSS=TINY, CALLS=1, ROUNDS=1, WARM_CALLS=1), 2),
@@ -63,6 +74,11 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "cached": (
         ["--models", "tiny", "--batch", "2", "--keys", "32", "--sets", "split=128", "LOADS=4"],
         dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 22,
+    ),
+    "cached --lengths": (
+        ["--models", "tiny", "--batch", "3", "--keys", "32", "--queries", "2", "--caches", "bf16", "--pages", "0", "16",
+         "--lengths", "lognormal", "one-long", "equal", "--windows", "0", "8"],
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, **TINY_CACHES), 30,
     ),
     "cached --tiles": (
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
@@ -95,7 +111,7 @@ def run(
     patch.setattr(record, "STARTED", time.monotonic())
     script = importlib.reload(importlib.import_module(f"benchmarks.{name.split()[0]}"))
     for constant, value in constants.items():
-        for module in (script, companion_cells, companion_sections):
+        for module in (script, cached_cells, companion_cells, companion_sections):
             if hasattr(module, constant):
                 patch.setattr(module, constant, value)
     patch.setattr(sys, "argv", [name, *arguments, "--output", str(output), "--commit", "told"])

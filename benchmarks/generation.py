@@ -1,0 +1,279 @@
+"""What generation takes beside its kernels: the host's time of a cached call, transformers' tokens a second, bits of repeats.
+
+    python benchmarks/generation.py [--sections repeats host generate] [--batch 1 16] [--keys 1024 8192] [--new 48]
+        [--compile] [--implementations flashtile sdpa] [--budget SECONDS] [--output bench-output/generation.csv] [--commit HASH]
+
+repeats: of 1,000 calls into memory that was filled with NaN, those that made other bits than the first one; one is enough to
+fail. host: microseconds of an eager call over a cache of 1,024 keys, queued and not waited for, beside SDPA's, and of replaying
+a graph of such calls, by call. generate: a Llama of 1B's shape with random weights and a static cache of --keys places. A row
+has the median of its decoding steps, without prompt and warm-up, and `of_sdpa`, the tokens a second over those of transformers'
+own "sdpa". Both models have the same weights, and a step's logits must agree before they are timed. --compile: as `generate`
+compiles by itself where it may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cached_cells import Caches
+from benchmarks.cached_cells import Cell as Cached
+from benchmarks.experiment import Experiment, main_of
+from benchmarks.host import host_us
+from benchmarks.record import Record, at_least_one
+from benchmarks.replay import captured
+from flashtile.problem.options import Options
+from flashtile.torch.cache.attention import attention_cached
+
+SECTIONS = ("repeats", "host", "generate")
+SDPA = "sdpa"
+IMPLEMENTATIONS = ("flashtile", SDPA)
+# Llama 3.2 1B
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
+WARM_STEPS = 4
+LOGITS = 5e-2  # of their norm, by which those of two implementations may differ: 16 layers of bf16
+TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
+REPEATS = 1000
+HOST_CELL = Cached("llama3-8b", 1, 1024, 1)
+CALLS, REPLAYS, ROUNDS, IN_A_GRAPH = 200, 4, 15, 32
+# Of repeats: a cell, keys of a page, what a cache holds, and what calls are given.
+REPEATED: dict[str, tuple[Cached, int, str, dict[str, Any]]] = {
+    "parts of keys": (Cached("llama3-8b", 1, 8192, 1), 0, "bf16", {}),
+    "parts of keys, portable": (Cached("llama3-8b", 1, 8192, 1), 0, "bf16", {"options": Options(backend="triton")}),
+    "pages of 16": (Cached("llama3-8b", 64, 1024, 1), 16, "bf16", {}),
+    "four queries, lognormal": (Cached("llama3-70b-tp8", 16, 8192, 4, "lognormal"), 64, "bf16", {}),
+    "a window": (Cached("gemma3-27b", 16, 4096, 1, "equal", 1024), 64, "bf16", {}),
+    "e4m3": (Cached("llama3-8b", 8, 8192, 1), 16, "e4m3", {}),
+    "latent": (Cached("mla-16", 4, 4096, 1), 64, "bf16", {}),
+}
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A section and what it is about: a batch and keys of `generate`, or the name of a call that is repeated."""
+
+    section: str
+    name: str = ""
+    batch: int = 0
+    keys: int = 0
+
+
+def judged(caches: Caches, made: tuple[torch.Tensor, ...], table: torch.Tensor | None, page: int, kind: str) -> float:
+    """The error of a call over caches; ArithmeticError if it is wrong."""
+    error = caches.error(made, table, page, kind)
+    if not error <= TOLERANCE:
+        raise ArithmeticError(f"off by {error:.1e} of the largest value, limit {TOLERANCE:.0e}")
+    return error
+
+
+def repeat(name: str, device: torch.device) -> dict[str, Any]:
+    """What 1,000 calls made that differs from the first one."""
+    cell, page, kind, given = REPEATED[name]
+    caches = Caches(cell, 1, device)
+    if kind != "bf16":
+        caches.store(kind)
+    call, table = caches.ours(page, kind, given)
+    first = call()[0].clone()
+    error, other = judged(caches, (first,), table, page, kind), torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(REPEATS):
+        torch.full_like(first, math.nan)  # given back at once: what comes next is made in its place
+        other += (call()[0].view(torch.int16) != first.view(torch.int16)).any()
+    if other.item():
+        raise ArithmeticError(f"{other.item()} of {REPEATS} calls made other bits than the first one")
+    return {**cell.row(), "page": page, "cache": kind, "calls": REPEATS, "other_bits": 0, "error": f"{error:.1e}"}
+
+
+def host_calls(caches: Caches) -> dict[str, Call]:
+    """Eager calls of one token over the same keys, each found right."""
+    k, v = caches.k[:1], caches.v[:1]
+    new = k[:, -1:].clone(), v[:, -1:].clone()
+    before = caches.used - 1
+    paged, table = caches.ours(64, "bf16", {}, one=True)
+    calls: dict[str, Any] = {
+        "flashtile/contiguous": caches.ours(0, "bf16", {}, one=True)[0],
+        "flashtile/64": paged,
+        "flashtile/contiguous with append": lambda: (
+            attention_cached(caches.q[0], k, v, seqused_k=before, append=new, causal=True),
+        ),
+        "sdpa/flash": caches.sdpa(one=True),
+    }
+    for name, call in calls.items():
+        judged(caches, call(), table if name == "flashtile/64" else None, 64, "bf16")
+    return calls
+
+
+def host(device: torch.device, side: Any, record: Record) -> None:
+    """Rows of the host's time."""
+    caches = Caches(HOST_CELL, 1, device)
+    times: dict[str, list[float]] = {}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        calls = host_calls(caches)
+        one = calls["flashtile/contiguous"]
+        graph = captured(lambda: tuple(one() for _ in range(IN_A_GRAPH))[-1], 1, side)[0]  # pyright: ignore[reportArgumentType]
+        for turn in range(ROUNDS + 1):
+            for name in list(calls) if turn % 2 else reversed(list(calls)):
+                times.setdefault(name, []).append(host_us(calls[name], calls=CALLS))
+            times.setdefault("flashtile/contiguous in a graph", []).append(host_us(graph.replay, calls=REPLAYS) / IN_A_GRAPH)
+    for name, taken in times.items():
+        middle, least = statistics.median(taken[1:]), min(taken[1:])
+        print(f"{name} {middle:.2f} us of the host (least {least:.2f})", flush=True)
+        record.add({
+            "section": "host", **HOST_CELL.row(), "provider": name, "host_us": round(middle, 2), "least_us": round(least, 2),
+            "rounds": ROUNDS,
+        })  # fmt: skip
+
+
+def model_of(implementation: str, device: torch.device) -> Any:
+    """A causal model of random weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from flashtile.integrations.transformers import register
+
+    register()
+    config = LlamaConfig(**SHAPE, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with device:
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
+    return made.eval()
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What a decoding step behind all tokens but the last one says, (batch, vocabulary)."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 8)
+    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    return model(ids[:, -1:], past_key_values=cache).logits[:, -1].double()
+
+
+class Clock:
+    """A streamer of transformers that notes when each token is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def steps_of(model: Any, ids: torch.Tensor, new: int, compiled: bool) -> list[float]:
+    """Seconds of each decoding step: those behind the prompt's token, and behind the first ones, which warm up."""
+    clock = Clock()
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new + WARM_STEPS + 1, do_sample=False, pad_token_id=0,
+        cache_implementation="static", disable_compile=not compiled, streamer=clock,
+    )  # fmt: skip
+    steps = [end - begin for begin, end in pairwise(clock.times[1:])]  # the first of all is the prompt itself
+    if len(steps) != new + WARM_STEPS:
+        raise ArithmeticError(f"{len(steps)} decoding steps where {new + WARM_STEPS} were asked for")
+    return steps[WARM_STEPS:]
+
+
+class Generation(Experiment[Cell]):
+    """A cell is a section, or one of its calls; the two models of `generate` take turns."""
+
+    output, budget_s = "bench-output/generation.csv", 240
+    models: dict[str, Any]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+        parser.add_argument("--batch", nargs="+", type=at_least_one, default=[1, 16])
+        parser.add_argument("--keys", nargs="+", type=at_least_one, default=[1024, 8192], help="places of the static cache")
+        parser.add_argument("--new", type=at_least_one, default=48, help="decoding steps that are timed")
+        parser.add_argument("--compile", action="store_true", help="let generate compile its steps")
+        parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+
+    @classmethod
+    def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
+        least = chosen.new + WARM_STEPS + 2
+        if min(chosen.keys) < least:
+            parser.error(f"--keys {min(chosen.keys)}: with --new {chosen.new} it must be at least {least}")
+        return None
+
+    def cells(self) -> list[Cell]:
+        chosen, made = self.chosen, list[Cell]()
+        for section in chosen.sections:
+            if section == "repeats":
+                made += [Cell(section, name) for name in REPEATED]
+            elif section == "host":
+                made.append(Cell(section))
+            else:
+                made += [Cell(section, "", batch, keys) for batch in chosen.batch for keys in chosen.keys]
+        return made
+
+    def place(self, cell: Cell) -> dict[str, Any]:
+        return {"section": cell.section, "name": cell.name, "batch": cell.batch or "", "keys": cell.keys or ""}
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        self.models, self.side = {}, torch.cuda.Stream(self.device())
+        with torch.no_grad():
+            yield
+
+    def measure(self, cell: Cell, record: Record, until: float) -> None:
+        if cell.section == "host":
+            with torch.cuda.stream(self.side):
+                host(self.device(), self.side, record)
+        elif cell.section == "repeats":
+            row = {**self.place(cell), **repeat(cell.name, self.device())}
+            print(cell.name, f"{REPEATS} calls, the same bits", flush=True)
+            record.add(row)
+        else:
+            self.generate(cell, record)
+
+    def generate(self, cell: Cell, record: Record) -> None:
+        """Rows of both implementations."""
+        for name in sorted(self.chosen.implementations):
+            if name not in self.models:
+                self.models[name] = model_of(name, self.device())
+                self.models[name].load_state_dict(next(iter(self.models.values())).state_dict())
+        generator = torch.Generator(self.device()).manual_seed(cell.keys)
+        prompt = cell.keys - self.chosen.new - WARM_STEPS  # so that the cache which generate makes has so many places
+        ids = torch.randint(SHAPE["vocab_size"], (cell.batch, prompt), device=self.device(), generator=generator)
+        said = {name: logits_of(model, ids) for name, model in self.models.items()}
+        truth = list(said.values())[-1]  # of sdpa, where both are asked for
+        off = max(((one - truth).norm() / truth.norm()).item() for one in said.values())
+        if not off < LOGITS:
+            raise ArithmeticError(f"logits of a step differ by {off:.1e} of their norm, limit {LOGITS:.0e}")
+        compiled, rates = self.chosen.compile, dict[str, float]()
+        begun = time.monotonic()
+        for model in self.models.values():
+            steps_of(model, ids, self.chosen.new, compiled)
+        print(f"warm after {time.monotonic() - begun:.0f} s", flush=True)
+        for name, model in self.models.items():
+            rates[name] = cell.batch / statistics.median(steps_of(model, ids, self.chosen.new, compiled))
+        for name, rate in rates.items():
+            of = {"of_sdpa": round(rate / rates[SDPA], 3)} if SDPA in rates else {}
+            row = {"provider": name, "compiled": compiled, "tokens_per_s": round(rate, 1)}
+            row["step_ms"] = round(cell.batch / rate * 1e3, 3)
+            print(f"generate b{cell.batch} k{cell.keys}", *row.values(), *of.values(), f"logits {off:.1e}", flush=True)
+            record.add({**self.place(cell), **row, **of, "new": self.chosen.new, "logits_off": f"{off:.1e}"})
+
+
+def main() -> int:
+    return main_of(Generation)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
