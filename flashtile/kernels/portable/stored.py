@@ -27,5 +27,8 @@ def stored_refusals(p: AttentionProblem, stored: Stored, device: Device, variant
         if device.kind != "cpu" and not (device.kind == "cuda" and device.arch >= FIRST_FP8):
             reasons.append(f"precision is 'fp8'; {device.target} has no products of e4m3, sm89, sm90 and newer have")
         if stored.v_scale == "token":
-            reasons.append("v_scale is one of each token; products of e4m3 take one of each head")
+            reasons.append(
+                "v_scale is one of each token and products of e4m3 take one of each head; quantise v again with v_scale of shape "
+                f"({p.batch}, {p.heads_kv}), or leave precision='fp8' out and give q in 16 bits"
+            )
     return reasons
