@@ -263,6 +263,7 @@ def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
     shapes, wide = (fast[front_page.SUITES[stem]] for stem in ("hopper-fa3-paper", "hopper-mla"))
+    unequal = fast["sequences of unequal lengths, 16 bits"]
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
@@ -270,6 +271,7 @@ def answers(text: str) -> str:
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "decoding": script_tables.decoding(RESULTS),
         "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
+        "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
         "wide": f"{wide[1]}, {wide[2]}",
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
         "peers": f"{forward} of our forward's time, and {both} with its backward",

@@ -28,7 +28,7 @@ def stored_refusals(p: AttentionProblem, stored: Stored, device: Device, variant
             reasons.append(f"precision is 'fp8'; {device.target} has no products of e4m3, sm89, sm90 and newer have")
         if stored.v_scale == "token":
             reasons.append(
-                "v_scale is one of each token and products of e4m3 take one of each head; quantise v again with v_scale of shape "
-                f"({p.batch}, {p.heads_kv}), or leave precision='fp8' out and give q in 16 bits"
+                "v_scale is one of each token and products of e4m3 take one of each head; quantise v again with v_scale of "
+                f"shape ({p.batch}, {p.heads_kv}), or leave precision='fp8' out and give q in 16 bits"
             )
     return reasons
