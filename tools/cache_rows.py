@@ -79,7 +79,11 @@ def measured(folder: Path) -> set[tuple[str, str, str]]:
 def table(folder: Path) -> list[str]:
     """The rows, and below them the refusals."""
     seen = measured(folder)
-    lines = ["On the CPU and the architectures that the tests compile its kernels for:", ""]
+    lines = [
+        'On the CPU and the architectures that the tests compile its kernels for. "compiled for" says that no benchmark has it',
+        "on a GPU; [much of it ran there in tests](#what-ran-apart-from-benchmarks):",
+        "",
+    ]
     lines += [f"| feature | {' | '.join(TARGETS)} |", "| --- |" + " --- |" * len(TARGETS)]
     refusals: list[str] = []
     for feature, problem, provider in ROWS:
