@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.errors import InvalidProblem
+from flashtile.memory import remembered
 from flashtile.problem.mask import Band
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -132,6 +133,7 @@ class Fetched:
         return found
 
 
+@remembered(256, "keys that ranks fetch")
 def fetched(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> tuple[Fetched, ...]:
     """What each rank of all fetches of the keys: those that its queries see, where that is less than half of the others' keys;
     else all of them, by one all-gather.
@@ -172,6 +174,7 @@ class Stages:
         return found
 
 
+@remembered(256, "keys of ranks' runs")
 def stages(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> Stages:
     """Of queries and keys of the whole, in a layout of steps of 1."""
     seqlen_q, seqlen_k = seqlens
@@ -244,6 +247,7 @@ def pairs(own: tuple[Run, ...], others: tuple[Run, ...], shift: int, band: Band)
     return tuple(pieces)
 
 
+@remembered(256, "shares of ranks' work")
 def busiest(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> float:
     """How many times the mean of scores the rank has that has most, where each attends its own queries.
 
