@@ -181,6 +181,13 @@ def test_a_forward_keeps_statistics_of_rows() -> None:
     judge([*cases, *drifting, *alone])
 
 
+def test_a_forward_keeps_entropies_without_looking_for_maxima() -> None:
+    """Of 128 columns; exponents are measured from what scores leave behind, or run away from."""
+    cases = Tile((TINY, CAUSAL, UNSEEN_QUERIES, WINDOW, HALVES), 128).cases("watched")
+    drifting = [dict(case, drift=drift) for case in Tile((CAUSAL,), 128).cases("watched") for drift in (-0.5, 0.5, 4.0)]
+    judge([dict(case, keeps=["entropy"]) for case in (*cases, *drifting)])
+
+
 @pytest.mark.parametrize("width", BACKWARD)
 def test_the_backward_is_exact(width: str) -> None:
     judge([case for tile in BACKWARD[width] for case in tile.cases("fused")])
