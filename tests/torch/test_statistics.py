@@ -11,7 +11,18 @@ import torch
 
 import flashtile
 from flashtile import (
-    Alibi, Band, Bias, Document, InvalidProblem, Mass, NotSupported, Options, Softcap, Statistics, dispatch, qk_clip,
+    Alibi,
+    Band,
+    Bias,
+    Document,
+    InvalidProblem,
+    Mass,
+    NotSupported,
+    Options,
+    Softcap,
+    Statistics,
+    dispatch,
+    qk_clip,
 )  # fmt: skip
 from flashtile.kernels.portable.directed import KEYS, plan_statistics
 from flashtile.kernels.portable.tile import Launch, products

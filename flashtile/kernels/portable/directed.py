@@ -176,9 +176,9 @@ LIGHT: dict[tuple[Pass, int], Launch] = {
     (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
 MASS_KEYS = 128  # of which a program of mass has one product; where its tile has more, it goes by parts
-# A mass of so few queries that each program has one step of them: in the first of these that gives every SM a program, one waits
-# for its first keys alone. An H200, 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full: 13, 16, 20 and 21 us, and
-# 27 with the tile above.
+# A mass of so few queries that each program has one step of them: in the first of these that gives every SM a program, one
+# waits for its first keys alone. An H200, 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full: 13, 16, 20 and 21
+# us, and 27 with the tile above.
 FEW = (Launch(64, 1024, 4, 3, 8), Launch(64, 512, 4, 3, 8), Launch(64, 256, 4, 2, 8), Launch(64, 128, 4, 1, 8))
 # By spills of the entropy's pass over keys (Triton 3.6.0), bytes: sm100 1,760 and 1,248 with the tiles above, 16 and 208 with
 # these; gfx942 1,936 and 828, 0 and 0.
@@ -194,7 +194,13 @@ def choose_light(p: AttentionProblem, device: Device, which: Pass, last: int = 0
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], products=kind)
     launch = FP32[width][-1] if p.dtype is DType.FP32 else LIGHT[which, width]
-    if p.dtype is not DType.FP32 and 0 < last <= FEW[0].block_q and width <= 128 and device.kind == "cuda" and device.arch == 90:
+    if (
+        p.dtype is not DType.FP32
+        and 0 < last <= FEW[0].block_q
+        and width <= 128
+        and device.kind == "cuda"
+        and device.arch == 90
+    ):
         programs = (most_tiles(p.span_k, p.batch, few.block_k, p.lengths.varlen) * p.heads_q for few in FEW)
         filling = (few for few, count in zip(FEW, programs, strict=True) if count >= device.sm_count)
         return replace(next(filling, FEW[-1]), products=kind)

@@ -214,7 +214,7 @@ class ForwardTile(Narrow):
     def regained(self) -> float:
         """What a product starts from, in parts of what it shall add: that is there whole whenever the sum is cut off.
 
-        1.6 and 1.7 times as much is lost as of a product (`backend.product_scale`), at 128 and 256 columns on an H100.
+        1.6 and 1.7 times as much is lost as of a product (`arguments.product_scale`), at 128 and 256 columns on an H100.
         """
         return 1.0 + 1.65 * LOST * self.head_dim
 
