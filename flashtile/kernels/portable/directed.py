@@ -14,6 +14,7 @@ from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
 from flashtile.kernels.portable.statistics import (
+    Pace,
     attention_entropy_keys,
     attention_entropy_queries,
     attention_mass,
@@ -235,7 +236,8 @@ def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, l
         call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
                            heads=p.heads_q, more=(direction.last,))  # fmt: skip
         parts = -(-launch.block_k // MASS_KEYS)
-        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
+        pace = Pace(parts, early=parts > 1 and device.kind == "cuda" and device.arch >= 90)
+        calls.append(replace(call, constants=(*call.constants, ("PACE", pace)), early=pace.early))
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

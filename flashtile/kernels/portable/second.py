@@ -182,12 +182,13 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
 @jit
 def add_by_key(acc, x, parts, T: tl.constexpr):
     """acc of keys + x times parts of queries, as `add_rounded`; x is of keys by queries, where T.upright of queries by keys."""
-    if not T.upright:
-        return add_rounded(acc, x, parts, T)
-    acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
-    if T.halves_rounding:
-        rest = x - x.to(parts[0].dtype).to(x.dtype)
-        acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+    if T.upright:
+        acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
+        if T.halves_rounding:
+            rest = x - x.to(parts[0].dtype).to(x.dtype)
+            acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+    else:  # Triton compiles what stands behind a return, too
+        acc = add_rounded(acc, x, parts, T)
     return acc
 
 
