@@ -79,8 +79,7 @@ CANDIDATES: dict[str, dict[int, tuple[Launch, ...]]] = {
     },
     "second_keys": {
         64: (
-            Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(128, 64, 8, 2, 8, upright=True),
-            Launch(32, 64, 4, 2, 8, upright=True),
+            Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 2, 8, upright=True),
         ),
         128: (
             Launch(32, 64, 4, 1, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 8, 2, 8), Launch(32, 128, 8, 2, 8),

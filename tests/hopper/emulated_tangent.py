@@ -36,7 +36,9 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
         tensors["q"][..., 0], tensors["k"][..., 0], tensors["tk"][..., 0] = 1.0, 0.0, case["offset"]
     inputs = tuple(tensors[name].double() for name in "qkv")
     along = tuple(tensors[f"t{n}"].double() if n in moves else torch.zeros_like(x) for n, x in zip("qkv", inputs, strict=True))
-    made = torch.func.jvp(lambda *x: attention_reference(*x, mask=problem.mask, score=[], scale=problem.scale), inputs, along)
+    made: Any = torch.func.jvp(
+        lambda *x: attention_reference(*x, mask=problem.mask, score=[], scale=problem.scale), inputs, along
+    )
     (out, lse), (tout, tlse) = made
     exact = {"out": out, "lse": lse, "tout": tout.nan_to_num(), "tlse": tlse.masked_fill(lse == -torch.inf, 0.0)}
     if case.get("unseen"):

@@ -276,6 +276,7 @@ def step(rows, ref, mem, use, tile, at, size, rest, GROUP: gl.constexpr, MASKED:
     LANES: gl.constexpr = gl.SliceLayout(1, rows.total.type.layout)  # pyright: ignore[reportAssignmentType]
     decays = gl.convert_layout(decay, LANES)[:, None]
     total = rows.total * decays + lane_sums(p, T)
+    mem.keys.wait(use)  # long over, but it ends in a jump, behind which ptxas would put the exponentials
     slope = warpgroup_mma_wait(0, deps=[slope])
     mem.keys.release(use)
     bend = p * (slopes_of(slope, p, rest[0], MASKED) - ref[:, None])
