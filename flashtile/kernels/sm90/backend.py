@@ -45,6 +45,8 @@ from flashtile.kernels.sm90.host.tile_forward import (
     make_queries_tile,
     make_watched_tile,
 )
+from flashtile.kernels.sm90.tangent.plan import plan_tangent
+from flashtile.kernels.sm90.tangent.plan import refusals as tangent_refusals
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, shapes
@@ -91,7 +93,9 @@ class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
-    passes: Passes = MappingProxyType({"watched": OfferedPass(_watched, _watched_refusals)})
+    passes: Passes = MappingProxyType(
+        {"watched": OfferedPass(_watched, _watched_refusals), "tangent": OfferedPass(plan_tangent, tangent_refusals)}
+    )
     repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
