@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from flashtile.kernels.device.direction import along, moves_captured, second_refusals, tangent_refusals
+from flashtile.kernels.device.direction import FIELDS, along, moves_captured, second_refusals, tangent_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
 from flashtile.kernels.device.small import is_small
@@ -20,7 +20,7 @@ from flashtile.kernels.portable.statistics import (
     attention_mass,
     attention_statistics,
 )
-from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
+from flashtile.kernels.portable.tangent import attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
@@ -142,7 +142,7 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
-    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
+    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, int(FIELDS)), sum_dtype, "scratch"))
     sunk = p.sink is not None and p.sink.grad
     if sunk:
         tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)
