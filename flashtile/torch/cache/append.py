@@ -21,7 +21,7 @@ from flashtile.torch.cache.tensors import (
 )
 from flashtile.torch.call.stored import Maybe, Scales, check_kind, check_scale, is_shared, scaling_of
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.execute.plain import is_compiling, is_traced
 
 PAIR = ("append's k", "append's v")
 
@@ -201,6 +201,9 @@ def _check_new(
             f"{tuple(k.shape[:-1])} and head_dim, on {k.device}."
         )
     for name, new, pool, of in ((names[0], k, k_cache, "k_cache"), (names[1], v, v_cache, "v_cache")):
+        for called, tensor in ((name, new), (of, pool)):
+            if not is_compiling() and tensor.is_neg():  # a compiled call resolves it
+                raise InvalidProblem(f"{called} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if new.shape[-2:] != pool.shape[-2:]:
             raise InvalidProblem(
                 f"{name} has (heads, head_dim) {tuple(new.shape[-2:])}; it must be {tuple(pool.shape[-2:])}, those of {of}."

@@ -132,7 +132,8 @@ def attention_cached(
         three, rest = (q, k_cache, v_cache), ([*captured, *others], chosen, text, floats, ints)
         out, lse = attend(*three, *scales, page_table, first, *rest)
         if seen is not None:
-            numbers = (causal, return_lse, split, asked["scale"], *(window or ()))
+            scalars = [number for modifier in asked["score"] for number in modifier.scalars()]
+            numbers = (causal, return_lse, split, asked["scale"], *(() if window is None else window), *scalars)
             remember(seen, numbers, layout_of(*three, scales, page_table, first, *rest)[0], bound)
     return (out, lse) if return_lse else out
 
