@@ -132,7 +132,8 @@ def test_numbers_that_are_tensors_are_read_at_every_call(known: list[Any]) -> No
 
 NEGATED = "is a negated view; it must be a tensor of its own"
 WORSE: list[tuple[dict[str, Any], str]] = [
-    *BAD, *(({name: torch._neg_view(GOOD[name])}, f"{name} {NEGATED}") for name in ("q", "k_cache", "v_cache")),
+    *BAD,
+    *(({name: torch._neg_view(GOOD[name])}, f"{name} {NEGATED}") for name in ("q", "k_cache", "v_cache")),
 ]
 
 

@@ -122,7 +122,7 @@ def _recognize(
     try:
         k, v, k_cache, v_cache, *_, cu, _ = tensors
         shared, made = k_cache.data_ptr() == v_cache.data_ptr(), NO_SCALES
-        if scales != NO_SCALES:
+        if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
                 return None, NO_SCALES
             made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed))

@@ -15,7 +15,7 @@ import torch
 from flashtile.memory import Memory
 from flashtile.problem.mask import Joined
 from flashtile.problem.number import PLAIN as NUMBERS
-from flashtile.torch.cache.operator import Layout, slots_of, tell_written, tensors_of, write_rows
+from flashtile.torch.cache.operator import Layout, new_scale, slots_of, tell_written, tensors_of, write_rows
 from flashtile.torch.cache.rotate import rotate
 from flashtile.torch.cache.tensors import check_lengths, int32
 from flashtile.torch.call.describe import capture, exactly
@@ -106,7 +106,7 @@ def recognize(
             tensors = (*tensors, *scales, sink)
         if append is not None:
             new_k, new_v = append
-            if shared and scales != NO_SCALES:  # whose numbers are compared
+            if shared and scales is not NO_SCALES:  # whose numbers are compared
                 return None
             key.append(new_k.data_ptr() == new_v.data_ptr())
             tensors = (*tensors, new_k, new_v)
@@ -159,14 +159,16 @@ def write_again(
 ) -> None:  # fmt: skip
     """`write_rows` of a layout that is bound already. four: new rows, and the pools."""
     replay = bound.direct
-    if replay is None or scales != NO_SCALES:
+    if replay is None:
         write_rows(*four, *scales, page_table, used, slots, cu, rotary_rows, backend or "", after)
         return
     named = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
     named |= {"seqused_k": after, "page_table": page_table, "cu_seqlens": cu, "slots": slots}
+    if scales is not NO_SCALES:
+        named |= {"k_scale": new_scale(scales[0], four[0], cu), "v_scale": new_scale(scales[1], four[1], cu)}
     inputs = [named[name] for name in bound.inputs]
     replay.direct(inputs, addresses_of(inputs))
-    tell_written(*four[2:])
+    tell_written(*four[2:], *scales)
 
 
 def remember(call: Call, numbers: Iterable[Any], layout: Layout, bound: Bound | None) -> None:

@@ -80,7 +80,7 @@ def write_rows(
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
-    scales = {"k": _new_scale(k_scale, k, cu), "v": _new_scale(v_scale, v, cu)}
+    scales = {"k": new_scale(k_scale, k, cu), "v": new_scale(v_scale, v, cu)}
     if k.dim() == 3:
         k, v, slots = k[None], v[None], slots if slots is None else slots[None]
     places |= {} if slots is None else {"slots": slots}
@@ -114,7 +114,7 @@ def tell_written(k_cache: torch.Tensor, v_cache: torch.Tensor, *scales: Maybe) -
             torch.autograd.graph.increment_version(scale)
 
 
-def _new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
+def new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
     """The scale of each new row, (batch, seqlen, heads_kv) or (1, total, heads_kv), or the pool of tokens' scales."""
     if scale is None or scaling_of(scale) == "token":
         return scale
