@@ -160,7 +160,7 @@ def write_again(
     """`write_rows` of a layout that is bound already. four: new rows, and the pools."""
     replay = bound.direct
     if replay is None:
-        write_rows(*four, *scales, page_table, used, slots, cu, rotary_rows, backend or "", after)
+        write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "", after)
         return
     named = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
     named |= {"seqused_k": after, "page_table": page_table, "cu_seqlens": cu, "slots": slots}

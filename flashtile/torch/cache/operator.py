@@ -48,21 +48,24 @@ def append_rows(
     """
     *rest, backend = asked
     if not is_watched(k, v, k_cache, v_cache):
-        return write_rows(k, v, k_cache, v_cache, *rest, backend or "", after)
+        k_scale, v_scale, *places = rest
+        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places, backend or "", after)
     APPEND(k, v, k_cache, v_cache, *rest, backend or "")
     return None
 
 
-def run_append(*given: Any) -> None:
-    """The operator's arguments."""
-    write_rows(*given)
+def run_append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, *rest: Any
+) -> None:
+    write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *rest)
 
 
 def write_rows(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe,
-    page_table: Maybe, used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str, after: Maybe = None,
+    four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, used: Maybe,
+    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str, after: Maybe = None,
 ) -> Bound:  # fmt: skip
-    """What has written them."""
+    """What has written them. four: new rows, and the pools."""
+    (k, v, k_cache, v_cache), (k_scale, v_scale) = four, scales
     count, size = k_cache.shape[:2]
     stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
     places: dict[str, torch.Tensor] = {}
@@ -80,12 +83,12 @@ def write_rows(
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
-    scales = {"k": new_scale(k_scale, k, cu), "v": new_scale(v_scale, v, cu)}
+    factors = {"k": new_scale(k_scale, k, cu), "v": new_scale(v_scale, v, cu)}
     if k.dim() == 3:
         k, v, slots = k[None], v[None], slots if slots is None else slots[None]
     places |= {} if slots is None else {"slots": slots}
     tensors = {"k": k, "v": v, "k_cache": bytes_of(k_cache), "v_cache": bytes_of(v_cache)}
-    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | places
+    tensors |= {f"{side}_scale": scale for side, scale in factors.items() if scale is not None} | places
     if shared:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("v")}
     key = (backend, k.device, k.dtype, stored, shared, v.shape, *places)
