@@ -1,10 +1,10 @@
-"""Runs Hopper's kernels in the emulator on rows of large scores. One key has all the weight; that of another, in the tile that is
-visited first, is what exponents are measured from. Prints as JSON 0.0 for out where it is the key's value to the bit, and for dq
-and dk where they are what float32 sums of dp and delta differ by, and no more; else infinity.
+"""Runs Hopper's kernels in the emulator on rows of large scores. Exponents are measured from a key of the tile that is visited
+first, and another one has all the weight. Prints as JSON 0.0 for out where it is that key's value, to the bit, and for dq and dk
+where they are what float32 sums of dp and delta differ by, and no more; else infinity.
 
 python -m tests.hopper.emulated_saturated CASE ...
 
-A case is JSON: {"dtype": a torch dtype's name, "head_dim": of all, "sink": whether there is one, "used": keys per item, or none}.
+A case is JSON: {"dtype": a torch dtype's name, "head_dim": of all, "sink": whether there is one, "used": keys, or none}.
 """
 
 from __future__ import annotations

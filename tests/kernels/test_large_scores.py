@@ -95,7 +95,7 @@ def test_products_of_a_million_are_softmax_s_backward_too(
 def test_one_key_gives_its_value_whatever_its_score(
     backend: str, backward: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weight is not 1 where a GPU subtracts a rounded maximum of 10^6; but delta is dp, where no pass walks the keys first."""
+    """A GPU subtracts a rounded maximum of 10^6, so that its weight is not 1; delta is dp all the same, unmended."""
     monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
     for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
         function.cache_clear()
