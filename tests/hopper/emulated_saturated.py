@@ -1,6 +1,6 @@
-"""Runs Hopper's kernels in the emulator on rows of large scores. Exponents are measured from a key of the tile that is visited
-first, and another one has all the weight. Prints as JSON 0.0 for out where it is that key's value, to the bit, and for dq and dk
-where they are what float32 sums of dp and delta differ by, and no more; else infinity.
+"""Runs Hopper's kernels in the emulator on rows of large scores. Exponents are measured from a key of the tile that is
+visited first, and another one has all the weight. Prints as JSON 0.0 for out where it is that key's value, to the bit, and for
+dq and dk where they are what float32 sums of dp and delta differ by, and no more; else infinity.
 
 python -m tests.hopper.emulated_saturated CASE ...
 
