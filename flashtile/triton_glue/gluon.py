@@ -79,11 +79,11 @@ recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 
 @gluon.jit
-def abreast(tiles, pair, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A pair of a buffer's tiles, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
-    PAIRS: gl.constexpr = tiles.shape[0] // 2
+def abreast(tiles, place, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COUNT: gl.constexpr = 2):
+    """COUNT of a buffer's tiles, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
+    PLACES: gl.constexpr = tiles.shape[0] // COUNT
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)  # pyright: ignore[reportAssignmentType]
-    return recast(tiles, tiles.dtype, [PAIRS, ROWS, 2 * COLUMNS], SHARED).index(pair)
+    return recast(tiles, tiles.dtype, [PLACES, ROWS, COUNT * COLUMNS], SHARED).index(place)
 
 
 @gluon.constexpr_function
