@@ -28,6 +28,7 @@ from flashtile.triton_glue.gluon import (
     recast,
     scale_unless_one,
     settled,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -174,7 +175,7 @@ def strips_of(ring, place, T: gl.constexpr):
     """A ring's tile, [keys, 256]."""
     COUNT: gl.constexpr = T.pipeline.stages * STRIPS
     BLOCK_K: gl.constexpr = T.block_k
-    return abreast(strips_in(ring, COUNT, T), place, BLOCK_K, STRIP, STRIPS)
+    return abreast(strips_in(ring, COUNT, T), uniform(place), BLOCK_K, STRIP, STRIPS)
 
 
 @gluon.jit
@@ -252,15 +253,16 @@ def multiply_keys(mem, use, T: gl.constexpr):
     BLOCK_K: gl.constexpr = T.block_k
     STAGES: gl.constexpr = T.pipeline.stages
     score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
+    first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in 72 registers for the next tile
     mem.lowers.wait(use)
     keys = strips_of(mem.lower, mem.lowers.at(use), T)
-    score = warpgroup_mma(abreast(mem.q, 0, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, use_acc=False, is_async=True)
+    score = warpgroup_mma(abreast(mem.q, first, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, use_acc=False, is_async=True)
     mem.uppers.wait(use)
     keys = strips_of(mem.upper, mem.uppers.at(use), T)
-    score = warpgroup_mma(abreast(mem.q, 1, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(abreast(mem.q, first + 1, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, is_async=True)
     mem.rests.wait(use)
     keys = strips_in(mem.rest, STAGES, T).index(mem.rests.at(use))
-    return warpgroup_mma(mem.q.index(2 * STRIPS), keys.permute((1, 0)), score, is_async=True)
+    return warpgroup_mma(mem.q.index(first + 2 * STRIPS), keys.permute((1, 0)), score, is_async=True)
 
 
 @gluon.jit
