@@ -1,9 +1,9 @@
 """Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
 
-python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false}' ...
+python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false, "latent": false}' ...
 
-A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones, of `latent` keys: pages, lengths, a
-window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is
+A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones, over one of `latent`
+keys: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is
 scratch that was not written. Parts are added up by PyTorch.
 """
 
@@ -59,7 +59,7 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
 
 def assess(case: Any) -> dict[str, Any]:
     """The errors of a case's results."""
-    seed, stored, latent = case["seed"], case["stored"], case.get("latent", False)
+    seed, stored, latent = case["seed"], case["stored"], case["latent"]
     problem, tensors = draw(seed, stored, case["full"], latent)
     assert not refusals(problem), refusals(problem)
     inputs, how = given(problem, cleaned(problem, tensors))

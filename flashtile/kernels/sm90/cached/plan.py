@@ -24,7 +24,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
     tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
     chunks = -(-p.group // heads)
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS)
+    least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
+    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, least)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
     sums = tile.split > 0 and not tile.direct  # by a launch of its own

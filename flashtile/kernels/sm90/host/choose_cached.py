@@ -19,7 +19,7 @@ LOADER_REGISTERS = 40
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
-LATENT_PROGRAMS = 0.9  # of which one runs at a time: 64 items of 4,096 keys, a program for 2,048, are 128 beside 132 multiprocessors
+LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
@@ -173,8 +173,8 @@ def refusals(problem: CachedProblem) -> list[str]:
     if problem.shared and (stored is not None or (p.head_dim, p.head_dim_v) != LATENT_DIMS):
         kept = "" if stored is None else f" of {stored.dtype}"
         reasons.append(
-            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are {LATENT_DIMS[1]} of "
-            f"{LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
+            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are {LATENT_DIMS[1]} "
+            f"of {LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
         )
     if p.lengths.varlen:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
