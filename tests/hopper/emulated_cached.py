@@ -3,8 +3,8 @@
 python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false, "latent": false}' ...
 
 A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones, over one of `latent`
-keys: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is
-scratch that was not written. Parts are added up by PyTorch.
+keys: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none
+are rubbish, and so is scratch that was not written. Parts are added up by PyTorch.
 """
 
 from __future__ import annotations

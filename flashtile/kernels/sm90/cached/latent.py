@@ -35,6 +35,7 @@ from flashtile.triton_glue.gluon import (
 
 STRIPS = gl.constexpr(4)  # of values that one consumer adds up
 HALF = gl.constexpr(256)  # their columns
+PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itself
 
 
 @aggregate
@@ -194,7 +195,7 @@ def own(rows, mem, use, tile, start, seat, sizes, scale, FIRST: gl.constexpr, GR
     score = multiply_keys(mem, at, T)
     acc = rows.acc
     if not FIRST:
-        acc = warpgroup_mma_wait(3, deps=[acc])
+        acc = warpgroup_mma_wait(PIECES, deps=[acc])
         values_of(mem, GROUP)[1].release(at - 1)
     score = warpgroup_mma_wait(0, deps=[score])
     mem.rests.release(at)

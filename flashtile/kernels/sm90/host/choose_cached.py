@@ -173,8 +173,8 @@ def refusals(problem: CachedProblem) -> list[str]:
     if problem.shared and (stored is not None or (p.head_dim, p.head_dim_v) != LATENT_DIMS):
         kept = "" if stored is None else f" of {stored.dtype}"
         reasons.append(
-            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are {LATENT_DIMS[1]} "
-            f"of {LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
+            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are "
+            f"{LATENT_DIMS[1]} of {LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
         )
     if p.lengths.varlen:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
