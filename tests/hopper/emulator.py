@@ -205,7 +205,7 @@ def install(seed: int = 0) -> None:
         role_barrier=lambda: None,
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
-        scale_unless_one=lambda acc, factor, columns: acc * factor,
+        scale_unless_one=lambda acc, factor, columns, waits=False: acc * factor,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,

@@ -35,6 +35,7 @@ from flashtile.triton_glue.gluon import (
 
 STRIPS = gl.constexpr(4)  # of values that one consumer adds up
 HALF = gl.constexpr(256)  # their columns
+SLACK = gl.constexpr(8.0)  # by which scores exceed what is subtracted, in units of log2, before that rises: it seldom does
 PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itself
 
 
@@ -76,7 +77,7 @@ class LatentRows(NamedTuple):
     """State of 64 rows, of half of the values' columns."""
 
     acc: gl.tensor
-    top: gl.tensor  # maximum score so far, in units of log2
+    top: gl.tensor  # the maximum score so far, or less by at most SLACK, in units of log2
     total: gl.tensor  # sums of this consumer's own probabilities, one for each of the four lanes that hold a row
 
 
@@ -134,10 +135,16 @@ def walk(use, mem, seat, low, high, sizes, scale, GROUP: gl.constexpr, T: gl.con
     tiles = gl.cdiv(high - low, BLOCK_K)
     rows = nothing(T)
     if GROUP == 0:
-        rows = own(rows, mem, use, 0, low, seat, sizes, scale, True, GROUP, T)
+        score = multiply_keys(mem, use.tile, GROUP, T)
+        rows = own(rows, score, mem, use, 0, low, seat, sizes, scale, True, GROUP, T)
     for tile in range(2 - GROUP, tiles, 2):
-        rows = others(rows, mem, use, tile - 1, GROUP, T)
-        rows = own(rows, mem, use, tile, low + tile * BLOCK_K, seat, sizes, scale, False, GROUP, T)
+        if T.pipeline.keys_first:
+            score = multiply_keys(mem, use.tile + tile, GROUP, T)
+            rows = others(rows, mem, use, tile - 1, GROUP, T)
+        else:
+            rows = others(rows, mem, use, tile - 1, GROUP, T)
+            score = multiply_keys(mem, use.tile + tile, GROUP, T)
+        rows = own(rows, score, mem, use, tile, low + tile * BLOCK_K, seat, sizes, scale, False, GROUP, T)
     if tiles % 2 == GROUP:
         rows = others(rows, mem, use, tiles - 1, GROUP, T)
         acc = warpgroup_mma_wait(0, deps=[rows.acc])
@@ -188,26 +195,34 @@ def strips_in(ring, COUNT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def own(rows, mem, use, tile, start, seat, sizes, scale, FIRST: gl.constexpr, GROUP: gl.constexpr, T: gl.constexpr):
-    """The state after a tile whose scores this consumer computes; unless FIRST, values of the tile before are being added."""
+def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.constexpr, GROUP: gl.constexpr, T: gl.constexpr):
+    """The state after a tile whose scores this consumer computes; they are under way and, unless FIRST, so are the values of the
+    tile before.
+    """
     BLOCK_K: gl.constexpr = T.block_k
     at = use.tile + tile
-    score = multiply_keys(mem, at, T)
     acc = rows.acc
-    if not FIRST:
+    if FIRST:
+        score = warpgroup_mma_wait(0, deps=[score])
+    elif T.pipeline.keys_first:
+        score = warpgroup_mma_wait(1, deps=[score])
+    else:
         acc = warpgroup_mma_wait(PIECES, deps=[acc])
         values_of(mem, GROUP)[1].release(at - 1)
-    score = warpgroup_mma_wait(0, deps=[score])
+        score = warpgroup_mma_wait(0, deps=[score])
     mem.rests.release(at)
     score = score * scale
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
         score = hidden(score, start, seat, sizes, T)
         if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
             blank(mem, at, seat.seen_from - start, seat.seen_to - start, T)
-    top = gl.maximum(rows.top, gl.max(score, 1))
-    shift = level(top, True, T)
-    p = gl.exp2(score - shift[:, None])
+    most = gl.max(score, 1)
+    top = gl.where(most > rows.top + SLACK, most, rows.top)
+    p = gl.exp2(score - level(top, True, T)[:, None])
     weights = pack(p, mem.q.dtype)
+    if T.pipeline.keys_first and not FIRST:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values_of(mem, GROUP)[1].release(at - 1)
     channel, count, tops = given_by(mem, use, tile, GROUP)
     tops.store(top)
     mem.weights.store(weights)
@@ -244,26 +259,27 @@ def decayed(rows, top, T: gl.constexpr):
     ROWS: gl.constexpr = T.rows
     wide = gl.zeros([ROWS, HALF], gl.float32, matrix_layout(HALF))  # pyright: ignore[reportCallIssue]
     wide += gl.convert_layout(decay, row_layout(HALF))[:, None]
-    return LatentRows(scale_unless_one(rows.acc, wide, HALF), top, total)
+    return LatentRows(scale_unless_one(rows.acc, wide, HALF, T.pipeline.keys_first), top, total)
 
 
 @gluon.jit
-def multiply_keys(mem, use, T: gl.constexpr):
-    """Queries times a key tile, under way, piece by piece as they arrive."""
+def multiply_keys(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
+    """Queries times a key tile, under way, piece by piece in the order in which they arrive."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     STAGES: gl.constexpr = T.pipeline.stages
     score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in 72 registers for the next tile
-    mem.lowers.wait(use)
-    keys = strips_of(mem.lower, mem.lowers.at(use), T)
-    score = warpgroup_mma(abreast(mem.q, first, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, use_acc=False, is_async=True)
-    mem.uppers.wait(use)
-    keys = strips_of(mem.upper, mem.uppers.at(use), T)
-    score = warpgroup_mma(abreast(mem.q, first + 1, ROWS, STRIP, STRIPS), keys.permute((1, 0)), score, is_async=True)
     mem.rests.wait(use)
     keys = strips_in(mem.rest, STAGES, T).index(mem.rests.at(use))
-    return warpgroup_mma(mem.q.index(first + 2 * STRIPS), keys.permute((1, 0)), score, is_async=True)
+    score = warpgroup_mma(mem.q.index(first + 2 * STRIPS), keys.permute((1, 0)), score, use_acc=False, is_async=True)
+    for half in gl.static_range(2):
+        ring, values = values_of(mem, (GROUP + half) % 2)
+        values.wait(use)
+        keys = strips_of(ring, values.at(use), T)
+        queries = abreast(mem.q, first + (GROUP + half) % 2, ROWS, STRIP, STRIPS)
+        score = warpgroup_mma(queries, keys.permute((1, 0)), score, is_async=True)
+    return score
 
 
 @gluon.jit
@@ -301,13 +317,21 @@ def exchange(value, mine, gives, theirs, takes, use):
 
 @gluon.jit
 def load(k_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
-    """Role: bring every key tile of a block into shared memory."""
+    """Role: bring every key tile of a block into shared memory, its pieces in the order in which their places become free."""
+    SPLIT: gl.constexpr = T.split
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
+        low = seat.first
+        if SPLIT > 0:
+            low = gl.maximum(low, start // SPLIT * SPLIT)
         pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-        fill(k_desc, mem.lower, mem.lowers, use, pages, rows, seat.head, STRIPS, T)
-        fill(k_desc, mem.upper, mem.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
         fill(k_desc, mem.rest, mem.rests, use, pages, rows, seat.head, 1, T, 2 * STRIPS)
+        if (start - low) // T.block_k % 2 == 0:
+            fill(k_desc, mem.lower, mem.lowers, use, pages, rows, seat.head, STRIPS, T)
+            fill(k_desc, mem.upper, mem.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
+        else:
+            fill(k_desc, mem.upper, mem.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
+            fill(k_desc, mem.lower, mem.lowers, use, pages, rows, seat.head, STRIPS, T)
         use += 1
 
 

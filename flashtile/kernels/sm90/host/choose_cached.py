@@ -26,15 +26,19 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 
 @dataclass(frozen=True)
 class CachedLaunch:
-    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor."""
+    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; of latents,
+    whether a consumer multiplies a tile's keys before it is given the probabilities of the tile before.
+    """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
+    keys_first: bool = False
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
-        return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
+        words += [f"registers={self.registers}"] if self.registers else []
+        return " ".join(words + ["keys first"] * self.keys_first)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class CachedPipeline:
     stages: int  # key and value tiles under way
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
     registers: int = 240  # of each thread of a consumer, where there are two
+    keys_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """
     p = problem.attention
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return (CachedLaunch(64, 2, None),)
+        return CachedLaunch(64, 2, None, True), CachedLaunch(64, 2, None)
     if problem.stored is not None:
         narrow = max(p.head_dim, p.head_dim_v) <= STRIP
         if narrow:
@@ -154,7 +159,7 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN),
-        CachedPipeline(launch.stages, 24) if problem.shared else CachedPipeline(launch.stages),
+        CachedPipeline(launch.stages, 24, keys_first=launch.keys_first) if problem.shared else CachedPipeline(launch.stages),
         *kept,
     )  # fmt: skip
 
