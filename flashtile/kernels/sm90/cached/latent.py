@@ -35,7 +35,6 @@ from flashtile.triton_glue.gluon import (
 
 STRIPS = gl.constexpr(4)  # of values that one consumer adds up
 HALF = gl.constexpr(256)  # their columns
-SLACK = gl.constexpr(8.0)  # by which scores exceed what is subtracted, in units of log2, before that rises: it seldom does
 PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itself
 
 
@@ -77,7 +76,7 @@ class LatentRows(NamedTuple):
     """State of 64 rows, of half of the values' columns."""
 
     acc: gl.tensor
-    top: gl.tensor  # the maximum score so far, or less by at most SLACK, in units of log2
+    top: gl.tensor  # the maximum score so far, or less by at most T.pipeline.slack, in units of log2
     total: gl.tensor  # sums of this consumer's own probabilities, one for each of the four lanes that hold a row
 
 
@@ -196,7 +195,7 @@ def strips_in(ring, COUNT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.constexpr, GROUP: gl.constexpr, T: gl.constexpr):
-    """The state after a tile whose scores this consumer computes; they are under way and, unless FIRST, so are the values of the
+    """The state after a tile whose scores this consumer computes: they are under way. So are, unless FIRST, the values of the
     tile before.
     """
     BLOCK_K: gl.constexpr = T.block_k
@@ -217,7 +216,7 @@ def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.conste
         if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
             blank(mem, at, seat.seen_from - start, seat.seen_to - start, T)
     most = gl.max(score, 1)
-    top = gl.where(most > rows.top + SLACK, most, rows.top)
+    top = gl.where(most > rows.top + T.pipeline.slack, most, rows.top)
     p = gl.exp2(score - level(top, True, T)[:, None])
     weights = pack(p, mem.q.dtype)
     if T.pipeline.keys_first and not FIRST:

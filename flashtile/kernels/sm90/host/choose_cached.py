@@ -27,18 +27,21 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; of latents,
-    whether a consumer multiplies a tile's keys before it is given the probabilities of the tile before.
+    whether a consumer multiplies a tile's keys before it is given the probabilities of the tile before, and by how much scores
+    exceed what is subtracted from them, in units of log2, before that rises.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
     keys_first: bool = False
+    slack: int = 0
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"registers={self.registers}"] if self.registers else []
-        return " ".join(words + ["keys first"] * self.keys_first)
+        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class CachedPipeline:
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
     registers: int = 240  # of each thread of a consumer, where there are two
     keys_first: bool = False
+    slack: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """
     p = problem.attention
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return CachedLaunch(64, 2, None, True), CachedLaunch(64, 2, None)
+        return tuple(CachedLaunch(64, 2, None, first, slack) for first in (True, False) for slack in (0, 8))
     if problem.stored is not None:
         narrow = max(p.head_dim, p.head_dim_v) <= STRIP
         if narrow:
@@ -155,11 +159,14 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
+    pipeline = CachedPipeline(launch.stages)
+    if problem.shared:
+        pipeline = CachedPipeline(launch.stages, 24, keys_first=launch.keys_first, slack=launch.slack)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN),
-        CachedPipeline(launch.stages, 24, keys_first=launch.keys_first) if problem.shared else CachedPipeline(launch.stages),
+        pipeline,
         *kept,
     )  # fmt: skip
 
