@@ -15,23 +15,29 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LOADER_REGISTERS = 40
+CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
+APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
 
 @dataclass(frozen=True)
 class CachedLaunch:
-    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor."""
+    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; tiles of 8 bits
+    that who loads has converted ahead, 0 where who multiplies converts them.
+    """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
+    places: int = 0
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
+        words += [f"places={self.places}"] if self.places else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
 
@@ -40,7 +46,8 @@ class CachedPipeline:
     """What is under way, and who has which registers."""
 
     stages: int  # key and value tiles under way
-    loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
+    places: int  # of converted ones that wait to be multiplied; 0 where who multiplies converts
+    loader_registers: int  # of each thread of the producer
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,14 @@ class CachedTile(Narrow):
         return self.stored != ""
 
     @property
+    def apart(self) -> bool:
+        """Whether the role that loads converts them."""
+        return self.pipeline.places > 0
+
+    @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return 1 if self.converts else self.pipeline.stages
+        return self.pipeline.places or (1 if self.converts else self.pipeline.stages)
 
     @property
     def copied_columns_k(self) -> int:
@@ -119,15 +131,17 @@ class CachedTile(Narrow):
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
-    64 KiB, beside 32 of what they become; the others of these are guesses.
+    32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
     """
-    p = problem.attention
+    p, pages = problem.attention, problem.pages
+    narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
-        narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+        apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
         if narrow:
-            return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None)
-        return CachedLaunch(64, 4), CachedLaunch(32, 6), CachedLaunch(64, 8, None)
-    if max(p.head_dim, p.head_dim_v) <= STRIP:
+            apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
+        best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
+        return (*best, CachedLaunch(64, 2, places=1), CachedLaunch(32, 4, places=2), CachedLaunch(64, 4, None, 2))
+    if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
@@ -146,8 +160,9 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(launch.stages),
-        *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(
+            launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS
+        ), *kept,
     )  # fmt: skip
 
 
