@@ -11,7 +11,6 @@ from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast
 
 COLUMNS = gl.constexpr(64)  # of a swizzle of 16 bits
 EDGE_ROWS = gl.constexpr(16)  # that are converted at a time where some may be NaN: registers
-LOADER_ROWS = gl.constexpr(32)  # that the loading role converts at a time
 
 
 @gluon.jit
@@ -39,7 +38,7 @@ def hand_on(tiles, loaded, wide, channel, use, start, seat, PARTS: gl.constexpr,
     """A tile that was loaded, as one of the ring `wide`."""
     loaded.wait(use)
     channel.claim(use)
-    convert_tile(tiles, loaded.at(use), wide, channel.at(use), start, seat, PARTS, LOADER_ROWS, T)
+    convert_tile(tiles, loaded.at(use), wide, channel.at(use), start, seat, PARTS, T.block_k, T)
     loaded.release(use)
     channel.hand_over(use)
 
