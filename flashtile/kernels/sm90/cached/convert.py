@@ -47,8 +47,8 @@ def hand_on(tiles, loaded, wide, channel, use, start, seat, PARTS: gl.constexpr,
 def convert_tile(
     tiles, place, wide, wide_place, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr
 ):  # fmt: skip
-    """The ring's tile of bytes at a place as the one of `wide` at another, of keys from `start` on, ROWS at a time; zeros for rows
-    that no query sees, which may be NaN.
+    """The ring's tile of bytes at a place as the one of `wide` at another, of keys from `start` on, ROWS at a time; zeros
+    for rows that no query sees, which may be NaN.
     """
     BLOCK_K: gl.constexpr = T.block_k
     WIDTH: gl.constexpr = PARTS * COLUMNS

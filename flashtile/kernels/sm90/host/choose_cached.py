@@ -26,8 +26,8 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 
 @dataclass(frozen=True)
 class CachedLaunch:
-    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; tiles of 8 bits
-    that who loads has converted ahead, 0 where who multiplies converts them.
+    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them.
     """
 
     block_k: int = 64
@@ -140,7 +140,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
         if narrow:
             apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
         best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
-        return (*best, CachedLaunch(64, 2, places=1), CachedLaunch(32, 4, places=2), CachedLaunch(64, 4, None, 2))
+        return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
     if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
