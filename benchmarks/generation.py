@@ -162,8 +162,8 @@ _MODELS: dict[Served, tuple[Any, torch.Tensor]] = {}  # of this process, with th
 
 
 def serve(what: str, served: Served, compiled: bool) -> Any:
-    """A job of such a process: "prepare", the logits of a step and whose kernels over caches `generate` runs, once all is compiled;
-    or "steps", seconds of each decoding step.
+    """A job of such a process: "prepare", the logits of a step and whose kernels over caches `generate` runs, once all is
+    compiled; or "steps", seconds of each decoding step.
     """
     with torch.no_grad():
         if what == "steps":
