@@ -39,6 +39,12 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
+    "cached-abreast-h200": "Variants of the sum of parts, and other splits (lab, decoding 10, 11 and 14): "
+    "`benchmarks/cached.py --sets`. The first row of a cell forms four sums abreast, of 128 columns, and keeps six tiles under "
+    "way where a program is alone; `SUM_ELEMENTS=128` has 32 columns, which is what the library does now, with three tiles.",
+    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`.",
+    "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m benchmarks generation "
+    "--sections repeats`.",
     "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
