@@ -153,7 +153,7 @@ class _Gathered(torch.autograd.Function):
         returning = ctx.returning()
         of_other: list[torch.Tensor | None] = [None] * len(others)
         with torch.no_grad():
-            dq = torch.empty_like(q) if q_wanted else None
+            dq = torch.empty_like(q) if q_wanted and len(kept) > 1 else None
             grads_of_keys = list[torch.Tensor]()
 
             def arrived(group: int) -> None:
@@ -170,6 +170,8 @@ class _Gathered(torch.autograd.Function):
                 found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
                 if dq is not None:
                     p.of(dq).copy_(found)
+                elif found is not None:  # of the only call
+                    dq = found.to(q.dtype)
                 of_other[p.others] = of_keys[2:]
                 if keys_wanted:
                     returning.begin(p.group, p.stage, (p.part.keys, of_keys[0], of_keys[1]))
