@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
 from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, Returning, ReturningHalo, wider
 from flashtile.torch.context.context import Context, head_groups
+from flashtile.torch.context.documents import inverse
 from flashtile.torch.context.layout import Fetched, fetched, stages
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
@@ -22,11 +23,34 @@ from flashtile.torch.routes.local import prepared
 
 @dataclass(frozen=True)
 class Part:
-    """A local call: which of this rank's queries, which of the keys that are here, and what else it is told."""
+    """A local call: which of this rank's queries, which of the keys that are here, and what else it is told.
+
+    order: in which order it takes these keys, if not in theirs.
+    """
 
     rows: slice
     keys: slice
     arguments: dict[str, Any]
+    order: torch.Tensor | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Its keys of (batch, seqlen, heads, d)."""
+        keys = whole[:, self.keys]
+        return keys if self.order is None else keys.index_select(1, self.order)
+
+    def meant(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is laid as these, of a tensor whose numbers nobody reads yet."""
+        keys = whole[:, self.keys]
+        if widens(whole):
+            return torch.empty(keys.shape, dtype=torch.float32)
+        return keys if self.order is None else torch.empty_like(keys, memory_format=torch.contiguous_format)
+
+    def back(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Gradients of its keys, in their own order."""
+        if self.order is None:
+            return grads
+        at = inverse(self.order)
+        return [t.index_select(1, at) for t in grads]
 
 
 PartsOf = Callable[[Fetched, Wanted], list[Part]]
@@ -68,7 +92,7 @@ def attend_gathered(
     if is_traced(q, k, v):
         whole, sums = (Fetch if have.halo else Gather).apply(torch.cat([k, v], -1), context, wanted)  # pyright: ignore[reportGeneralTypeIssues]
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
-        made = [call(q[:, p.rows], keys.part(p.keys), True, **p.arguments) for p in parts]
+        made = [call(q[:, p.rows], keys.each(p.of), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
     return _attend(q, k, v, context, want, band, wanted, parts_of, return_lse)
 
@@ -98,7 +122,7 @@ def _attend(
         heads = slice(group * size_q, (group + 1) * size_q)
         parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
         for stage, part in enumerate(parts):
-            given = _meant(q[:, part.rows, heads]), *(_meant(t[:, part.keys]) for t in keys.whole)
+            given = _meant(q[:, part.rows, heads]), *map(part.meant, keys.whole)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
             if wants:
                 made.require_backward()
@@ -127,7 +151,7 @@ class _Gathered(torch.autograd.Function):
             whole = coming[p.group].arrived(p.stage)
             if p.stage == 0:
                 wholes += whole
-            keys = [_widened(t[:, p.part.keys]) for t in whole]
+            keys = [_widened(p.part.of(t)) for t in whole]
             made = p.call.forward((_widened(p.of(q)), *keys), others[p.others])
             del keys
             if out is None:
@@ -163,7 +187,7 @@ class _Gathered(torch.autograd.Function):
                 returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
 
             for p, some in reversed(list(zip(ctx.placed, kept, strict=True))):
-                keys = [_widened(t[:, p.part.keys]) for t in wholes[2 * p.group : 2 * p.group + 2]]
+                keys = [_widened(p.part.of(t)) for t in wholes[2 * p.group : 2 * p.group + 2]]
                 there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
                 above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                 needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
@@ -174,7 +198,7 @@ class _Gathered(torch.autograd.Function):
                     dq = found.to(q.dtype)
                 of_other[p.others] = of_keys[2:]
                 if keys_wanted:
-                    returning.begin(p.group, p.stage, (p.part.keys, of_keys[0], of_keys[1]))
+                    returning.begin(p.group, p.stage, (p.part.keys, *p.part.back(of_keys[:2])))
                     if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
                         arrived(p.group + 1)
                 del keys, there, above, found, of_keys
