@@ -152,12 +152,13 @@ class _Gathered(torch.autograd.Function):
             if p.stage == 0:
                 wholes += whole
             keys = [_widened(p.part.of(t)) for t in whole]
-            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others])
+            into = None if out is None else p.of(out)
+            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others], into=into)
             del keys
-            if out is None:
+            if into is None:
                 out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
             else:
-                p.of(out).copy_(made[0])
+                _put(into, made[0])
                 if lse is not None:
                     p.of_rows(lse).copy_(made[1])
             kept += made[1:]  # of out the whole is kept
@@ -191,9 +192,10 @@ class _Gathered(torch.autograd.Function):
                 there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
                 above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                 needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
-                found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
-                if dq is not None:
-                    p.of(dq).copy_(found)
+                into = None if dq is None else p.of(dq)
+                found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True, into=into)
+                if into is not None:
+                    _put(into, found)
                 elif found is not None:  # of the only call
                     dq = found.to(q.dtype)
                 of_other[p.others] = of_keys[2:]
@@ -217,6 +219,12 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def _meant(tensor: torch.Tensor) -> torch.Tensor:
     """What is laid so, of a tensor whose numbers nobody reads yet."""
     return torch.empty(tensor.shape, dtype=torch.float32) if widens(tensor) else tensor
+
+
+def _put(place: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy what has not been written there."""
+    if made is not place:
+        place.copy_(made)
 
 
 def _of_group(tensor: Any, group: int, groups: int) -> torch.Tensor:
