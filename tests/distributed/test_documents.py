@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flashtile.torch.context.documents import Documents, inverse
+from flashtile.torch.context.documents import Documents
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -18,11 +18,11 @@ def test_items_of_a_chunk_end_where_their_keys_do(seed: int) -> None:
     total = 2 * ranks * dice.randint(0 if seed == 0 else 1, 20)
     edges = [0, *sorted(dice.randint(0, total) for _ in range(dice.randint(0, 6)))]
     made = Documents.of(torch.tensor(edges, dtype=torch.int32), total, ranks)
-    tokens = made.tokens()
+    tokens = made.tokens().at
     assert sorted(tokens.tolist()) == list(range(total))
-    assert tokens[inverse(tokens)].tolist() == list(range(total))
+    assert tokens[made.tokens().inverse].tolist() == list(range(total))
     for chunk in range(2 * ranks):
-        mine, seen = tokens[chunk * made.chunk : (chunk + 1) * made.chunk].tolist(), tokens[made.seen(chunk + 1)].tolist()
+        mine, seen = tokens[chunk * made.chunk : (chunk + 1) * made.chunk].tolist(), tokens[made.seen(chunk + 1).at].tolist()
         assert seen == sorted(tokens[: (chunk + 1) * made.chunk].tolist())
         queries, keys = made.items(chunk, chunk + 1).tolist(), made.items(0, chunk + 1).tolist()
         assert len(queries) == len(keys) == len(edges)
@@ -52,5 +52,5 @@ def test_ranks_have_equal_work(ranks: int) -> None:
 def test_what_a_device_may_hold_stays_within_the_whole(edges: list[int]) -> None:
     """Nobody reads cu_seqlens in a GPU's memory: whatever they hold, no order points outside."""
     made = Documents.of(torch.tensor(edges, dtype=torch.int32), 16, 2)
-    assert sorted(made.tokens().tolist()) == list(range(16))
-    assert sorted(made.seen(3).tolist()) == list(range(12))
+    assert sorted(made.tokens().at.tolist()) == list(range(16))
+    assert sorted(made.seen(3).at.tolist()) == list(range(12))

@@ -8,6 +8,7 @@ cu_seqlens: the host waits for nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,28 +42,30 @@ class Documents:
         """How many tokens a chunk of the whole has."""
         return self.total // self.sizes.shape[1]
 
-    @property
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """How many tokens of a chunk lie in front of each document's."""
+        return self.sizes.cumsum(0) - self.sizes
+
+    @cached_property
     def places(self) -> torch.Tensor:
         """Where each document's part of each chunk begins in the order of chunks."""
-        before = self.sizes.cumsum(0) - self.sizes
-        return before + torch.arange(self.sizes.shape[1], device=before.device) * self.chunk
+        return self.before + torch.arange(self.sizes.shape[1], device=self.before.device) * self.chunk
 
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Order:
         """The whole's tokens in the order of chunks: of shards, chunks r and 2 ranks - 1 - r are rank r's."""
         first = self.starts[:, None] + self.sizes.cumsum(1) - self.sizes
-        return _spread((first - self.places).T, self.sizes.T, self.total)
+        return Order(_spread((first - self.places).T, self.sizes.T, self.total))
 
-    def seen(self, chunks: int) -> torch.Tensor:
-        """Where the tokens of the first chunks lie in the order of chunks, document by document."""
+    def seen(self, chunks: int) -> Order:
+        """The tokens of the first chunks, document by document."""
         sizes = self.sizes[:, :chunks]
         ends = sizes.flatten().cumsum(0).view(sizes.shape)
-        return _spread(self.places[:, :chunks] - (ends - sizes), sizes, chunks * self.chunk)
+        return Order(_spread(self.places[:, :chunks] - (ends - sizes), sizes, chunks * self.chunk))
 
     def items(self, first: int, end: int) -> torch.Tensor:
         """cu_seqlens of the documents' tokens in chunks first to end, int32; tokens of none lie behind."""
-        found = self.sizes.new_zeros(len(self.starts), dtype=torch.int32)
-        found[1:] = self.sizes[:-1, first:end].sum(1).cumsum(0)
-        return found
+        return self.before[:, first:end].sum(1, dtype=torch.int32)
 
 
 def _spread(moved: torch.Tensor, sizes: torch.Tensor, count: int) -> torch.Tensor:
@@ -71,8 +74,15 @@ def _spread(moved: torch.Tensor, sizes: torch.Tensor, count: int) -> torch.Tenso
     return by + torch.arange(count, device=by.device)
 
 
-def inverse(order: torch.Tensor) -> torch.Tensor:
-    """The order that undoes it."""
-    found = torch.empty_like(order)
-    found[order] = torch.arange(len(order), device=order.device)
-    return found
+class Order:
+    """Tokens in another order than theirs: which each is."""
+
+    def __init__(self, at: torch.Tensor):
+        self.at = at
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """The order that undoes it."""
+        found = torch.empty_like(self.at)
+        found[self.at] = torch.arange(len(found), device=found.device)
+        return found

@@ -13,7 +13,7 @@ from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
 from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, Returning, ReturningHalo, wider
 from flashtile.torch.context.context import Context, head_groups
-from flashtile.torch.context.documents import inverse
+from flashtile.torch.context.documents import Order
 from flashtile.torch.context.layout import Fetched, fetched, stages
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
@@ -31,12 +31,12 @@ class Part:
     rows: slice
     keys: slice
     arguments: dict[str, Any]
-    order: torch.Tensor | None = None
+    order: Order | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its keys of (batch, seqlen, heads, d)."""
         keys = whole[:, self.keys]
-        return keys if self.order is None else keys.index_select(1, self.order)
+        return keys if self.order is None else keys.index_select(1, self.order.at)
 
     def meant(self, whole: torch.Tensor) -> torch.Tensor:
         """What is laid as these, of a tensor whose numbers nobody reads yet."""
@@ -49,8 +49,7 @@ class Part:
         """Gradients of its keys, in their own order."""
         if self.order is None:
             return grads
-        at = inverse(self.order)
-        return [t.index_select(1, at) for t in grads]
+        return [t.index_select(1, self.order.inverse) for t in grads]
 
 
 PartsOf = Callable[[Fetched, Wanted], list[Part]]

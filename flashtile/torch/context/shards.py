@@ -10,7 +10,7 @@ import torch.distributed as dist
 from flashtile.errors import InvalidProblem
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.context import Context
-from flashtile.torch.context.documents import Documents, inverse
+from flashtile.torch.context.documents import Documents
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
 
@@ -40,7 +40,7 @@ def _tokens(seqlen: int, context: Context, device: Any, cu_seqlens: torch.Tensor
     """Which of the whole's tokens this rank holds, in its order."""
     check_length(context.layout, context.ranks, seqlen)
     at = held(seqlen, context.layout, context.ranks, context.rank, device if cu_seqlens is None else cu_seqlens.device)
-    return at if context.layout != "documents" else _documents(seqlen, context, cu_seqlens).tokens()[at]
+    return at if context.layout != "documents" else _documents(seqlen, context, cu_seqlens).tokens().at[at]
 
 
 def _documents(seqlen: int, context: Context, cu_seqlens: torch.Tensor | None) -> Documents:
@@ -105,7 +105,7 @@ def unshard(
     agree(context, told)
     whole = gathered(tensor.detach(), context, dim)
     if documents is not None:
-        whole = whole.index_select(dim, inverse(documents.tokens()).to(whole.device))
+        whole = whole.index_select(dim, documents.tokens().inverse.to(whole.device))
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 
 
