@@ -49,6 +49,9 @@ FILES = {  # file -> what its rows are
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
+    "fp8-gradients": "Errors of gradients beside e4m3, on a CPU: `benchmarks/fp8.py --sections gradients`.",
+    "companions-h200": "The head of a language model: linear and cross-entropy, forward and backward, beside torch.compile: "
+    "`benchmarks/companions.py --section head`. `stored`: with `logits_bytes` for all logits.",
     "stored-h200": "Caches of 8 bits beside bf16 (`of_bf16`), and latent attention, with every candidate tile (`of_first`: "
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",

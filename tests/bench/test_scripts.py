@@ -85,8 +85,9 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         dict(MODELS={"mla-tiny": (2, 1, 24, 16)}, **TINY_CACHES), 4,
     ),
     "fp8": (
-        ["--sections", "errors", "speed", "tiles", "simulated", "--shapes", "1x16x1x32", "--keys", "128", "--rounds", "1"],
-        dict(QUERIES=128, HEAD_DIM=32), 26,
+        ["--sections", "errors", "speed", "tiles", "simulated", "gradients", "--shapes", "1x16x1x32", "--keys", "128",
+         "--rounds", "1"],
+        dict(QUERIES=128, HEAD_DIM=32), 41,
     ),
     "derivatives": (["--shapes", "1x16x1x16", "--rounds", "1"], {}, 14),
     "derivatives --tiles": (["--shapes", "1x16x1x16", "--rounds", "1", "--tiles"], {}, 10),
