@@ -225,9 +225,9 @@ def full() -> str:
     ]
     for file in suites:
         parts += [f"## {file.stem}", ""]
-        parts += [script_tables.NOTES[file.stem], "", report.markdown(read(file))]
+        parts += [script_tables.note(RESULTS, file.stem), "", report.markdown(read(file))]
         parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    parts += [f"## {COMPANIONS.stem}", "", script_tables.NOTES[COMPANIONS.stem], "", companion_tables.summary(rows), ""]
+    parts += [f"## {COMPANIONS.stem}", "", script_tables.note(RESULTS, COMPANIONS.stem), "", companion_tables.summary(rows), ""]
     parts += [companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
     for file in scripts:
         parts += [f"## {file.stem}", "", script_tables.section(file), ""]
@@ -256,14 +256,15 @@ def limits(text: str) -> str:
     lines = ["", "| pass and shape | speed | beside |", "| --- | --- | --- |"]
     lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
     text = replaced(text, "behind", "\n".join([*lines, ""]))
+    text = replaced(text, "step", "\n" + front_page.step(RESULTS))
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 
 
 def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    shapes, wide = (fast[front_page.SUITES[stem]] for stem in ("hopper-fa3-paper", "hopper-mla"))
-    unequal = fast["sequences of unequal lengths, 16 bits"]
+    shapes, wide = (fast[front_page.called(RESULTS, stem)] for stem in ("hopper-fa3-paper", "hopper-mla"))
+    unequal = fast[front_page.UNEQUAL]
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
