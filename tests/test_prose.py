@@ -126,8 +126,9 @@ def test_the_test_of_a_suite_s_words_can_fail() -> None:
 def test_a_training_step_s_table_is_what_the_rows_say() -> None:
     """One cell, added up by hand: 16k causal tokens of head_dim 128 beside FlashAttention-4."""
     rows = read(ROOT / "benchmarks" / "results" / f"{front_page.FIGURE}-{front_page.CARD}.csv")
-    ms = {who: sum(float(row["ms"]) for row in rows if row["provider"] == who and row["head_dim"] == "128"
-                   and row["causal"] == "yes" and row["seqlen_q"] == "16384") for who in ("flashtile/hopper", "fa4")}  # fmt: skip
+    shape = {"head_dim": "128", "causal": "yes", "seqlen_q": "16384"}
+    mine = [row for row in rows if shape.items() <= row.items()]
+    ms = {who: sum(float(row["ms"]) for row in mine if row["provider"] == who) for who in ("flashtile/hopper", "fa4")}
     (line,) = (line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| 128, causal |"))
     assert line.endswith(f" {ms['fa4'] / ms['flashtile/hopper']:.2f}x |")
 
