@@ -33,6 +33,7 @@ from tools import (
     script_tables,
     support_tables,
 )
+from tools.shapes import told as shapes_told
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,8 +264,9 @@ def limits(text: str) -> str:
 def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    shapes, wide = (fast[front_page.called(RESULTS, stem)] for stem in ("hopper-fa3-paper", "hopper-mla"))
+    shapes = fast[front_page.called(RESULTS, front_page.FIGURE)]
     unequal = fast[front_page.UNEQUAL]
+    steps = {name.removesuffix(", causal"): cells for name, cells in cells_of(front_page.step(RESULTS)).items() if "causal" in name}
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
@@ -273,9 +275,10 @@ def answers(text: str) -> str:
         "decoding": script_tables.decoding(RESULTS),
         "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
         "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
-        "wide": f"{wide[1]}, {wide[2]}",
+        "wide": slow[shapes_told(read(RESULTS / "hopper-mla-h200.csv"))][0],
+        "steps": ", ".join(f"head_dim {depth} {cells[-1]}" for depth, cells in steps.items()),
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
-        "peers": f"{forward} of our forward's time, and {both} with its backward",
+        "peers": f"{forward} times as fast in the forward, {both} times with its backward",
         "field": front_page.field_tests(RESULTS),
     }
     for name, part in parts.items():
