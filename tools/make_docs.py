@@ -28,6 +28,7 @@ from tools import (
     error_table,
     evidence,
     front_page,
+    fuzz_rows,
     goals,
     ranks_table,
     script_tables,
@@ -150,7 +151,8 @@ def support(proof: Iterable[Evidence]) -> str:
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
         "kernels compile there within their budgets (`make compile`); no such row exists, though tests may have run it on a",
-        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) did. **refused**: with the reason below.",
+        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) and [drawn problems](#drawn-problems) did.",
+        "**refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md).",
         "",
@@ -161,6 +163,7 @@ def support(proof: Iterable[Evidence]) -> str:
     rows, refused, left = matrix(tuple(proof))
     header = ("| feature | " + " | ".join(("cpu", *TARGETS)) + " |", "| --- |" + " --- |" * (1 + len(TARGETS)))
     lines += support_tables.grouped(header, {name: f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()})
+    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS)]
     lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
     lines += support_tables.refusals(refused)
     lines += support_tables.left(left)

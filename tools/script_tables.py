@@ -57,6 +57,9 @@ FILES = {  # file -> what its rows are
     "of heads, which are 1 since, because causal backwards of few heads end with one long program.",
     "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
     "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
+    "fuzz-h200": "Runs of `flashtile fuzz`, which draws whole problems and judges them against float64: `tools/fuzz_rows.py`. "
+    "`close`: above what is allowed with these data, within it with most others; `new`: kernels that no row before had. "
+    "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the rows. Behind it what else must be known of them

@@ -214,6 +214,13 @@ def test_a_query_of_one_key_beside_dropout_has_no_gradient_by_its_score(parts: s
     judge([*told, {**whole, "head_dim": 64, "backward": "split", "softcap": 30.0}], "emulated_lone")
 
 
+def test_one_key_gives_its_value_whatever_its_score() -> None:
+    """Its weight is no power of two: exponents are measured from another key's score."""
+    told: list[dict[str, Any]] = [{"dtype": "bfloat16", "head_dim": n} for n in (64, 128)]
+    told += [{"dtype": "float16", "head_dim": 128, "sink": True}, {"dtype": "bfloat16", "head_dim": 256, "used": 300}]
+    judge(told, "emulated_saturated")
+
+
 @pytest.mark.parametrize("lags", some_whole(LAGS, [LAGS[0], LAGS[3]]))
 def test_maxima_that_lag_behind(lags: tuple[str, tuple[float, ...]]) -> None:
     """Keys are walked from the last back: a row's maximum rises by 185, 46 or 5 powers of two from tile to tile, or falls."""
