@@ -50,8 +50,9 @@ def strips(tile: Memory, rows: int) -> Memory:
     return Memory(tile.tensor.view(down, rows, across, 64).permute(2, 0, 1, 3).reshape(-1, rows, 64))
 
 
-def abreast(tiles: Memory, pair: Any, rows: int, columns: int) -> Memory:
-    return Abreast(tiles.tensor[2 * int(pair) : 2 * int(pair) + 2].view(2, rows, columns))
+def abreast(tiles: Memory, place: Any, rows: int, columns: int, count: int = 2) -> Memory:
+    first = count * int(place)
+    return Abreast(tiles.tensor[first : first + count].view(count, rows, columns))
 
 
 def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
@@ -210,7 +211,7 @@ def install(seed: int = 0) -> None:
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
         row_products=row_products,
-        scale_unless_one=lambda acc, factor, columns: acc * factor,
+        scale_unless_one=lambda acc, factor, columns, waits=False: acc * factor,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,
