@@ -22,7 +22,7 @@ NAME = "fuzz-h200"
 DIGITS = 8
 STATUS = ("right", "close", "refused", "wrong")
 COUNTS = ("seconds", "variants", "cases", *STATUS, "kernels", "new")
-COLUMNS = ("seed", "backends", *COUNTS, "device", "torch", "triton", "date", "commit")
+COLUMNS: tuple[str, ...] = ("seed", "backends", *COUNTS, "device", "torch", "triton", "date", "commit")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
