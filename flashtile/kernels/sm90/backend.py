@@ -281,7 +281,8 @@ class HopperBackend:
             room = (tiles // 2 if tile.schedule.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
             scratch.append(Buffer("given", room, "fp32", "scratch"))
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.outputs.ds]
-        unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
+        formed = {n for part in parts for n in part.makes}
+        unasked = formed - gradients.wanted - {"q"}
         stored_in = keys_dtype(p, tile.outputs.wide_keys)
         made = {n: f"d{n}" for n in "kv"}  # by the passes over keys
         if launch.ungrouped:
@@ -317,7 +318,8 @@ class HopperBackend:
             registers=None if tile.items.ragged else ROW_REGISTERS,
             early=True,
         )
-        whole = [(Pointer(n), Strides(n)) if p.lengths.varlen or tile.outputs.wide_keys else None for n in made.values()]
+        alone = p.lengths.varlen or tile.outputs.wide_keys  # rows that the copy engine does not write
+        whole = [(Pointer(name), Strides(name)) if alone and n in formed else None for n, name in made.items()]
         dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.pipeline.converts else None
         keys = [
             KernelCall(
