@@ -95,7 +95,7 @@ def attention_varlen(
         out, lse = over_mesh(q, k, v, context, want, over)
     else:
         out, lse = _over_positions(q, k, v, context, want, method, return_lse, given)
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 def attention_of_items(
@@ -127,7 +127,7 @@ def attention_of_items(
         return [Part(slice(0, q.shape[1]), slice(first, end), {**want.banded(), **given.tensors, **most})]
 
     out, lse = attend_gathered(q, k, v, context, want, FULL, parts_of, return_lse)  # whose items they are, the caller knows
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 def _over_positions(
