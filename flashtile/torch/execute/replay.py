@@ -57,12 +57,14 @@ class Replay:
         allocations: Sequence[Allocation],
         inputs: Sequence[str],
         alike: Mapping[str, str] | None,
+        over: Mapping[str, str],
     ):
         """allocations: of all buffers that a run makes. alike: of these outputs the inputs that they lie like; None unless
-        inputs are taken as they are and all outputs are tensors that nothing but launches writes."""
+        inputs are taken as they are and all outputs are tensors, or inputs, that nothing but launches writes. over: of these
+        outputs the inputs that they are."""
         scratch = {b.name for b in plan.named("scratch")}
         self.device, self.known = device, Memory[tuple[int, ...], Met](MOST_ADDRESSES)
-        self.launches = launches
+        self.launches, self.over = launches, over
         self.allocations = [a for a in allocations if a[0] not in scratch or a[4]]
         self.offsets, self.scratch_bytes = dict[str, int](), 0
         for name, shape, _, dtype, zeroed in allocations:
@@ -164,6 +166,7 @@ class Replay:
         stream, *addresses = places
         by_name = dict(zip(self.names, addresses, strict=False))
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+        by_name.update((name, by_name[source]) for name, source in self.over.items() if source in by_name)
         met = self.known[places] = Met([(x.launch, (*x.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return met
 
