@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.kernel import hidden, load_queries, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.kernel import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -28,6 +28,7 @@ from flashtile.triton_glue.gluon import (
     recast,
     scale_unless_one,
     settled,
+    tma_load,
     uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -40,12 +41,14 @@ PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itsel
 
 @aggregate
 class LatentMemory:
-    """Shared memory of a block: queries, [9, 64, 64]; rings of key tiles, in three pieces with a channel each: the values of
-    consumer 0 and of consumer 1, which let go of them, and the other 64 columns, which the consumer that multiplies them with
-    the queries lets go of. weights: the last tile's probabilities, [64, 64]; tops and sums: of each consumer, [64].
+    """Shared memory of a block: queries, [9, 64, 64], also as boxes of tokens and heads; rings of key tiles, in three pieces
+    with a channel each: the values of consumer 0 and of consumer 1, which let go of them, and the other 64 columns, which the
+    consumer that multiplies them with the queries lets go of. weights: the last tile's probabilities, [64, 64]; tops and sums:
+    of each consumer, [64].
     """
 
     q: gl.shared_memory_descriptor
+    q_boxes: gl.shared_memory_descriptor
     lower: gl.shared_memory_descriptor
     upper: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
@@ -64,9 +67,10 @@ class LatentMemory:
     sums_1: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, lower, upper, rest, weights, top_0, top_1, sum_0, sum_1, queries, lowers, uppers, rests, given_0,
-                 given_1, sums_0, sums_1):  # fmt: skip
-        self.q, self.lower, self.upper, self.rest, self.weights = q, lower, upper, rest, weights
+    def __init__(self, q, q_boxes, lower, upper, rest, weights, top_0, top_1, sum_0, sum_1, queries, lowers, uppers, rests,
+                 given_0, given_1, sums_0, sums_1):  # fmt: skip
+        self.q, self.q_boxes, self.weights = q, q_boxes, weights
+        self.lower, self.upper, self.rest = lower, upper, rest
         self.top_0, self.top_1, self.sum_0, self.sum_1 = top_0, top_1, sum_0, sum_1
         self.queries, self.lowers, self.uppers, self.rests = queries, lowers, uppers, rests
         self.given_0, self.given_1, self.sums_0, self.sums_1 = given_0, given_1, sums_0, sums_1
@@ -90,15 +94,11 @@ class Use(NamedTuple):
 
 
 @gluon.jit
-def attend(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, GROUP: gl.constexpr, T: gl.constexpr):
+def attend(out_ptrs, strides, mem, seat, sizes, scale, GROUP: gl.constexpr, T: gl.constexpr):
     """Role: attention of 64 rows to the keys of a block, half of the values' columns."""
     SPLIT: gl.constexpr = T.split
     ROWS: gl.constexpr = T.rows
-    if GROUP == 0:
-        load_queries(q_ptr, strides[0], mem, seat, sizes, T)
-        mem.queries.hand_over(0)
-    else:
-        mem.queries.wait(0)
+    mem.queries.wait(0)
     zero = gl.to_tensor(0)
     use = Use(zero, zero, zero, zero)
     if T.direct or SPLIT == 0:
@@ -315,9 +315,16 @@ def exchange(value, mine, gives, theirs, takes, use):
 
 
 @gluon.jit
-def load(k_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
-    """Role: bring every key tile of a block into shared memory, its pieces in the order in which their places become free."""
+def load(q_desc, k_desc, table_ptr, table_strides, mem, seat, group, T: gl.constexpr):
+    """Role: bring the queries of a block, and every key tile, into shared memory: the pieces of a tile in the order in which
+    their places become free. Heads beyond a group's come with it; nobody asks what becomes of them.
+    """
     SPLIT: gl.constexpr = T.split
+    PARTS: gl.constexpr = T.parts_k
+    bar = mem.queries.announce(0, q_desc.block_type.nbytes * PARTS)
+    head = seat.head * group + seat.chunk * T.heads
+    for part in gl.static_range(PARTS):
+        tma_load(q_desc, [seat.item, seat.token, head, part * STRIP], bar, mem.q_boxes.index(part))
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
         low = seat.first
@@ -338,14 +345,18 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right, rest,
+def decode_latent(q_desc, k_desc, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right, rest,
                   T: gl.constexpr):  # fmt: skip
-    """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them."""
+    """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them; strides of out, sink.
+
+    q_desc: of rank 4 over the queries, boxes of a tile's tokens, their heads, and 64 columns.
+    """
     ROWS: gl.constexpr = T.rows
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     KIND: gl.constexpr = k_desc.dtype
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], KIND)
-    q = gl.allocate_shared_memory(KIND, [T.parts_k, ROWS, STRIP], QUERIES)
+    q_boxes = gl.allocate_shared_memory(KIND, [T.parts_k, 1, ROWS // T.heads, T.heads, STRIP], q_desc.layout)
+    q = recast(q_boxes, KIND, [T.parts_k, ROWS, STRIP], QUERIES)
     lower = gl.allocate_shared_memory(KIND, [BOXES * STRIPS, 1, 1, T.box, STRIP], k_desc.layout)
     upper = gl.allocate_shared_memory(KIND, [BOXES * STRIPS, 1, 1, T.box, STRIP], k_desc.layout)
     other = gl.allocate_shared_memory(KIND, [BOXES, 1, 1, T.box, STRIP], k_desc.layout)
@@ -359,7 +370,7 @@ def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, h
     sum_1 = gl.allocate_shared_memory(gl.float32, [ROWS], ONES)
     STAGES: gl.constexpr = T.pipeline.stages
     mem = LatentMemory(
-        q, lower, upper, other, weights, top_0, top_1, sum_0, sum_1, make_channel(1, 0), make_channel(STAGES, 1),
+        q, q_boxes, lower, upper, other, weights, top_0, top_1, sum_0, sum_1, make_channel(1, 0), make_channel(STAGES, 1),
         make_channel(STAGES, 1), make_channel(STAGES, 1), make_channel(1, 0), make_channel(1, 0), make_channel(1, 1),
         make_channel(1, 1),
     )  # fmt: skip
@@ -370,7 +381,7 @@ def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, h
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
     gl.warp_specialize([
-        (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
-        (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),
-        (load, (k_desc, table[0], settled(table[1]), mem, seat, T)),
+        (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
+        (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),
+        (load, (q_desc, k_desc, table[0], settled(table[1]), mem, seat, rest[0], T)),
     ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip
