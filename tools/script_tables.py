@@ -39,6 +39,8 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
+    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 16): "
+    "`benchmarks/cached.py --models mla-128 mla-16 --backends triton`.",
     "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
