@@ -60,8 +60,8 @@ class LatentKeys:
 
 @aggregate
 class Handed:
-    """What consumers give each other: the last tile's probabilities, [64, 64], with what was subtracted from each row, [64], and
-    at the end of a part the sums of them, [64]; the latter of each consumer.
+    """What consumers give each other: the last tile's probabilities, [64, 64], what each consumer subtracts from its scores,
+    [64], and at the end of a part the sums of its probabilities, [64].
     """
 
     weights: gl.shared_memory_descriptor
