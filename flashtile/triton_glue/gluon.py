@@ -275,6 +275,24 @@ def rebased(p, top, sums, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _row_products(columns: int) -> str:
+    count, sums = columns // 2, ""
+    for i in range(count):  # four chains: of either row, of even and odd columns
+        own = f"s{i % 4}"
+        sums += f"fma.rn.f32 {own}, ${count + i}, ${2 * count + i}, {own if i > 3 else '0f00000000'};\n"
+    made = "".join(f"mov.f32 ${i}, s{i // 2 % 2 * 2};" for i in range(count))
+    return f"{{ .reg .f32 s<4>;\n{sums}add.f32 s0, s0, s1; add.f32 s2, s2, s3;\n{made} }}"
+
+
+@gluon.jit
+def row_products(a, b, COLUMNS: gl.constexpr):
+    """Of each row's numbers that a thread holds the sum of a times b, a multiply-add each; 64 x COLUMNS, in `matrix_layout`."""
+    return gl.inline_asm_elementwise(
+        _row_products(COLUMNS), _operands(COLUMNS, "=f f f"), [a, b], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
+    )
+
+
+@gluon.constexpr_function
 def _ones(below: bool) -> str:
     return f"{{ .reg .s32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, {'0, n' if below else 'n, 32'}; }}"
 
@@ -439,7 +457,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "scale_unless_one",
-    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
-    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
+    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
+    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

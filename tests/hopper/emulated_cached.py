@@ -30,7 +30,10 @@ from flashtile.torch.execute.bound import Bound
 from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
-STORED_TILES = tuple(CachedLaunch(block_k, stages) for block_k, stages in ((64, 3), (32, 2), (128, 2)))
+STORED_TILES = tuple(
+    CachedLaunch(block_k, stages, places=places)
+    for block_k, stages, places in ((64, 3, 0), (64, 3, 2), (32, 2, 0), (32, 2, 1), (128, 2, 0), (128, 2, 2), (64, 2, 3))
+)
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:

@@ -16,29 +16,34 @@ SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
 LOADER_REGISTERS = 40
+CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
 LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
+APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
 
 @dataclass(frozen=True)
 class CachedLaunch:
-    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; of latents,
-    whether a consumer multiplies a tile's keys before it is given the probabilities of the tile before, and by how much scores
-    exceed what is subtracted from them, in units of log2, before that rises.
+    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; of latents, whether a consumer multiplies
+    a tile's keys before it is given the probabilities of the tile before, and by how much scores exceed what is subtracted
+    from them, in units of log2, before that rises.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
+    places: int = 0
     keys_first: bool = False
     slack: int = 0
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
+        words += [f"places={self.places}"] if self.places else []
         words += [f"registers={self.registers}"] if self.registers else []
         words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack)
         return " ".join(words)
@@ -49,6 +54,7 @@ class CachedPipeline:
     """What is under way, and who has which registers."""
 
     stages: int  # key and value tiles under way
+    places: int = 0  # of converted ones that wait to be multiplied; 0 where who multiplies converts
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
     registers: int = 240  # of each thread of a consumer, where there are two
     keys_first: bool = False
@@ -106,9 +112,14 @@ class CachedTile(Narrow):
         return self.stored != ""
 
     @property
+    def apart(self) -> bool:
+        """Whether the role that loads converts them."""
+        return self.pipeline.places > 0
+
+    @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return 1 if self.converts else self.pipeline.stages
+        return self.pipeline.places or (1 if self.converts else self.pipeline.stages)
 
     @property
     def copied_columns_k(self) -> int:
@@ -131,17 +142,19 @@ class CachedTile(Narrow):
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
-    64 KiB, beside 32 of what they become; the others of these are guesses.
+    32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
     """
-    p = problem.attention
+    p, pages = problem.attention, problem.pages
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return tuple(CachedLaunch(64, 2, None, first, slack) for first in (True, False) for slack in (0, 8))
+        return tuple(CachedLaunch(64, 2, None, 0, first, slack) for first in (True, False) for slack in (0, 8))
+    narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
-        narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+        apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
         if narrow:
-            return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None)
-        return CachedLaunch(64, 4), CachedLaunch(32, 6), CachedLaunch(64, 8, None)
-    if max(p.head_dim, p.head_dim_v) <= STRIP:
+            apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
+        best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
+        return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
+    if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
@@ -159,15 +172,13 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
-    pipeline = CachedPipeline(launch.stages)
+    pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
     if problem.shared:
-        pipeline = CachedPipeline(launch.stages, 24, keys_first=launch.keys_first, slack=launch.slack)
+        pipeline = CachedPipeline(launch.stages, 0, 24, keys_first=launch.keys_first, slack=launch.slack)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN),
-        pipeline,
-        *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
     )  # fmt: skip
 
 
