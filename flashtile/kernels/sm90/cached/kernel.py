@@ -102,7 +102,9 @@ class CachedRows(NamedTuple):
 
 @gluon.jit
 def seat_of(task, used, sizes, T: gl.constexpr):
-    """The CachedSeat of a CachedTask whose item has `used` rows; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+    """The CachedSeat of a CachedTask whose item has `used` rows; sizes = (seqlen_q, heads_kv, capacity, shares of an item's
+    keys, left, right).
+    """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     keys = gl.maximum(gl.minimum(used, sizes[2]), 0)
