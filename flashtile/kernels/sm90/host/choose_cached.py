@@ -34,10 +34,12 @@ class CachedLaunch:
     stages: int = 3
     registers: int | None = 128
     places: int = 0
+    ahead: bool = True
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
+        words += [] if self.ahead else ["late"]
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
 
@@ -48,6 +50,7 @@ class CachedPipeline:
     stages: int  # key and value tiles under way
     places: int  # of converted ones that wait to be multiplied; 0 where who multiplies converts
     loader_registers: int  # of each thread of the producer
+    ahead: bool  # the first tile is loaded before lengths are known, which do not say where it is
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class CachedTile(Narrow):
         return self.stored != ""
 
     @property
+    def ahead(self) -> bool:
+        return self.pipeline.ahead
+
+    @property
     def apart(self) -> bool:
         """Whether the role that loads converts them."""
         return self.pipeline.places > 0
@@ -143,7 +150,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
         return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
     if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
-    return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
+    return CachedLaunch(), CachedLaunch(ahead=False), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
 
 def choose_cached(problem: CachedProblem) -> CachedLaunch:
@@ -161,7 +168,8 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(
-            launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS
+            launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS,
+            launch.ahead and not pages.table and p.band.left is None,
         ), *kept,
     )  # fmt: skip
 
