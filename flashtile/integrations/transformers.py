@@ -183,8 +183,8 @@ def _hides_nothing(padding: torch.Tensor, length: Any) -> bool:
     """Whether padding keeps all `length` tokens, asked where no gradient, tracer or capture is at work: it waits for the
     device, as transformers' own masks do. Kernels over a cache are faster without it.
     """
-    device = padding.device.type
-    if torch.is_grad_enabled() or is_traced(padding, length) or torch.jit.is_tracing() or device not in ("cpu", "cuda"):
+    device, traced = padding.device.type, is_traced(padding, length) or torch._C._get_tracing_state() is not None
+    if torch.is_grad_enabled() or traced or device not in ("cpu", "cuda"):
         return False
     if device == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
