@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,9 +40,10 @@ from benchmarks.host import host_us
 from benchmarks.processes import Failure, Worker
 from benchmarks.record import Record, at_least_one
 from benchmarks.replay import captured
+from flashtile import append_to_cache, attention, attention_cached
+from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache
 from flashtile.problem.options import Options
 from flashtile.torch.cache import operator
-from flashtile.torch.cache.attention import attention_cached
 
 SECTIONS = ("repeats", "host", "generate")
 SDPA = "sdpa"
@@ -56,7 +58,7 @@ TURNS = 2
 LOGITS = 5e-2  # of their norm, by which those of two implementations may differ: 16 layers of bf16
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 REPEATS = 1000
-HOST_CELL = Cached("llama3-8b", 1, 1024, 1)
+HOST_CELL, PAGE = Cached("llama3-8b", 1, 1024, 1), 64
 CALLS, REPLAYS, ROUNDS, IN_A_GRAPH = 200, 4, 15, 32
 # Of repeats: a cell, keys of a page, what a cache holds, and what calls are given.
 REPEATED: dict[str, tuple[Cached, int, str, dict[str, Any]]] = {
@@ -107,42 +109,61 @@ def repeat(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def host_calls(caches: Caches) -> dict[str, Call]:
-    """Eager calls of one token over the same keys, each found right."""
-    k, v = caches.k[:1], caches.v[:1]
-    new = k[:, -1:].clone(), v[:, -1:].clone()
-    before = caches.used - 1
-    paged, table = caches.ours(64, "bf16", {}, one=True)
-    calls: dict[str, Any] = {
-        "flashtile/contiguous": caches.ours(0, "bf16", {}, one=True)[0],
-        "flashtile/64": paged,
-        "flashtile/contiguous with append": lambda: (
-            attention_cached(caches.q[0], k, v, seqused_k=before, append=new, causal=True),
-        ),
-        "sdpa/flash": caches.sdpa(one=True),
+    """Eager calls of one token over the same keys, each found right; each writes what is there already, if it writes."""
+    q, k, v, used, table = caches.q[0], caches.k[:1], caches.v[:1], caches.used, caches.table(PAGE)[0]
+    pages = [pool.view(-1, PAGE, *pool.shape[2:]) for pool in (caches.k, caches.v)]
+    new, before = (k[:, -1:].clone(), v[:, -1:].clone()), used - 1
+    theirs = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def attend_theirs() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*theirs, enable_gqa=True)
+
+    def append_theirs() -> torch.Tensor:
+        k[:, -1:] = new[0]
+        v[:, -1:] = new[1]
+        return attend_theirs()
+
+    def append() -> torch.Tensor:
+        append_to_cache(*new, k, v, seqused_k=before)
+        return attention_cached(q, k, v, seqused_k=used)
+
+    calls: dict[str, Call] = {
+        "flashtile/contiguous": lambda: attention_cached(q, k, v, seqused_k=used),
+        "flashtile/64": lambda: attention_cached(q, *pages, table, seqused_k=used),
+        "flashtile/contiguous with append": lambda: attention_cached(q, k, v, seqused_k=before, append=new, causal=True),
+        "flashtile/append_to_cache, then contiguous": append,
+        "flashtile/flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True),
+        "flashtile/without a cache": lambda: attention(q, k, v),
+        "sdpa/flash": attend_theirs,
+        "sdpa/flash with append": append_theirs,
     }
     for name, call in calls.items():
-        judged(caches, call(), table if name == "flashtile/64" else None, 64, "bf16")
+        made: Any = call()
+        made = made.transpose(1, 2) if name.startswith(SDPA) else made
+        judged(caches, (made,), table[None] if name == "flashtile/64" else None, PAGE, "bf16")
     return calls
 
 
 def host(device: torch.device, side: Any, record: Record) -> None:
-    """Rows of the host's time."""
+    """Rows of the host's time, on the default stream; a graph is captured on the other one."""
     caches = Caches(HOST_CELL, 1, device)
     times: dict[str, list[float]] = {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         calls = host_calls(caches)
         one = calls["flashtile/contiguous"]
-        graph = captured(lambda: tuple(one() for _ in range(IN_A_GRAPH))[-1], 1, side)[0]  # pyright: ignore[reportArgumentType]
+        with torch.cuda.stream(side):
+            graph = captured(lambda: tuple(one() for _ in range(IN_A_GRAPH))[-1], 1, side)[0]  # pyright: ignore[reportArgumentType]
         for turn in range(ROUNDS + 1):
             for name in list(calls) if turn % 2 else reversed(list(calls)):
                 times.setdefault(name, []).append(host_us(calls[name], calls=CALLS))
             times.setdefault("flashtile/contiguous in a graph", []).append(host_us(graph.replay, calls=REPLAYS) / IN_A_GRAPH)
+    beside = statistics.median(times["sdpa/flash"][1:])
     for name, taken in times.items():
         middle, least = statistics.median(taken[1:]), min(taken[1:])
-        print(f"{name} {middle:.2f} us of the host (least {least:.2f})", flush=True)
+        print(f"{name} {middle:.2f} us of the host (least {least:.2f}), {middle / beside:.2f} of sdpa's", flush=True)
         record.add({
             "section": "host", **HOST_CELL.row(), "provider": name, "host_us": round(middle, 2), "least_us": round(least, 2),
-            "rounds": ROUNDS,
+            "of_sdpa_us": round(middle / beside, 3), "rounds": ROUNDS,
         })  # fmt: skip
 
 
@@ -299,8 +320,7 @@ class Generation(Experiment[Cell]):
             return
         self.await_models(record.ends)
         if cell.section == "host":
-            with torch.cuda.stream(self.side):
-                host(self.device(), self.side, record)
+            host(self.device(), self.side, record)
         else:
             self.generate(cell, record)
 

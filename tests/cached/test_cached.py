@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
 from flashtile.kernels.device import decoding
 from flashtile.kernels.portable import cached
-from flashtile.torch.cache import operator
 from tests.cached.draw import check, draw
 
 
@@ -164,8 +162,7 @@ def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatc
     for parts in (1, 2, 4):
         planned: list[int] = []
         monkeypatch.setattr(cached, "parts_of", lambda *_, n=parts, planned=planned: planned.append(n) or n)
-        dispatch.plan_cached.cache_clear()
-        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.cache_clear()
         made.append(flashtile.attention_cached(**given, **how, return_lse=True))
         assert planned == [parts]
     for other in made[1:]:
@@ -193,8 +190,7 @@ def test_the_shape_of_the_sums_programs_changes_no_bit(
             return calls[-1]
 
         monkeypatch.setattr(cached, "combine_call", combine)
-        dispatch.plan_cached.cache_clear()
-        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.cache_clear()
         made.append(flashtile.attention_cached(q, k, v, **how))
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))

@@ -376,15 +376,21 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
     """Scores, -inf where a row does not see a key; values that no row sees become 0, as converted ones are: they may be NaN."""
     BLOCK_K: gl.constexpr = T.block_k
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
-        row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
-        key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-        band = (sizes[4], sizes[5])
-        keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), band, T)
-        score = gl.where(keep, score, float("-inf"))
+        score = hidden(score, start, seat, sizes, T)
         if not T.converts:
             if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
                 blank(mem, use, seat.seen_from - start, seat.seen_to - start, T)
     return score
+
+
+@gluon.jit
+def hidden(score, start, seat, sizes, T: gl.constexpr):
+    """Scores of the key tile at `start`, -inf where a row does not see a key."""
+    BLOCK_K: gl.constexpr = T.block_k
+    row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
+    key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
+    return gl.where(keep, score, float("-inf"))
 
 
 @gluon.jit
@@ -402,14 +408,17 @@ def blank(mem, use, first, end, T: gl.constexpr):
 
 
 @gluon.jit
-def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr):
-    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them."""
-    COLUMNS: gl.constexpr = T.columns_v
+def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them; acc's columns are those of values
+    from FIRST on.
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
     row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
     place = part_place(part, row, head, seat, sizes)
-    gl.store(part_ptrs[1] + place, rows.top, mask=exists)
-    gl.store(part_ptrs[2] + place, rows.total, mask=exists)
-    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    if FIRST == 0:
+        gl.store(part_ptrs[1] + place, rows.top, mask=exists)
+        gl.store(part_ptrs[2] + place, rows.total, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
     at = place[:, None] * T.head_dim_v + value[None, :]
     gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
 
@@ -423,17 +432,21 @@ def part_place(part, row, head, seat, sizes):
 
 
 @gluon.jit
-def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr):
-    """out and lse of finished rows, by the operations of `device/decoding.py`. out_ptrs = (out, lse, sink or None)."""
-    COLUMNS: gl.constexpr = T.columns_v
+def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """out and lse of finished rows, by the operations of `device/decoding.py`; acc's columns are those of values from FIRST on.
+
+    out_ptrs = (out, lse, sink or None).
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
     row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
     rows = scored(rows, T)
     if T.modifiers.sink:
         rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
     out, lse = finish(rows, T)
-    at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
-    gl.store(out_ptrs[1] + at, lse, mask=exists)
-    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    if FIRST == 0:
+        at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
+        gl.store(out_ptrs[1] + at, lse, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
     at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
     at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
     gl.store(out_ptrs[0] + at, out.to(out_ptrs[0].dtype.element_ty), mask=exists[:, None] & (value < T.head_dim_v)[None, :])

@@ -66,11 +66,11 @@ def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
 
 
 @gluon.jit
-def fill(desc, tiles, channel, use, pages, rows, head, PARTS: gl.constexpr, T: gl.constexpr):
-    """Load a tile into its place in the ring."""
+def fill(desc, tiles, channel, use, pages, rows, head, PARTS: gl.constexpr, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Load PARTS strips of a tile, from the strip FIRST on, into their place in the ring."""
     BOXES: gl.constexpr = T.boxes
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS * BOXES)
     for box in gl.static_range(BOXES):
         for part in gl.static_range(PARTS):  # a row's strips stand side by side in memory: they are asked for together
             place = (channel.at(use) * PARTS + part) * BOXES + box
-            tma_load(desc, [pages[box], head, rows[box], part * STRIP], bar, tiles.index(place))
+            tma_load(desc, [pages[box], head, rows[box], (FIRST + part) * STRIP], bar, tiles.index(place))

@@ -14,11 +14,13 @@ from flashtile.problem.dtype import DType
 STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
+LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
+LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
 APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
@@ -27,20 +29,26 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
-    8-bit tiles that who loads has converted, 0 where who multiplies converts them.
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; of latents, whether a consumer multiplies
+    a tile's keys before it is given the probabilities of the tile before, and by how much scores exceed what is subtracted
+    from them, in units of log2, before that rises. ahead: the first tile is loaded before lengths are known, where these do
+    not say where it is.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
     places: int = 0
+    keys_first: bool = False
+    slack: int = 0
     ahead: bool = True
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
-        words += [] if self.ahead else ["late"]
-        return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
+        words += [f"registers={self.registers}"] if self.registers else []
+        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack) + ["late"] * (not self.ahead)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,12 @@ class CachedPipeline:
     """What is under way, and who has which registers."""
 
     stages: int  # key and value tiles under way
-    places: int  # of converted ones that wait to be multiplied; 0 where who multiplies converts
-    loader_registers: int  # of each thread of the producer
-    ahead: bool  # the first tile is loaded before lengths are known, which do not say where it is
+    places: int = 0  # of converted ones that wait to be multiplied; 0 where who multiplies converts
+    loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
+    registers: int = 240  # of each thread of a consumer, where there are two
+    keys_first: bool = False
+    slack: int = 0
+    ahead: bool = False  # the first tile is loaded before lengths are known, which do not say where it is
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,8 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
     """
     p, pages = problem.attention, problem.pages
+    if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
+        return tuple(CachedLaunch(64, 2, None, 0, first, slack) for first in (True, False) for slack in (0, 8))
     narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
         apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
@@ -161,16 +174,20 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     p, pages = problem.attention, problem.pages
     direct = bool(problem.split) and parts >= problem.splits
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
+    if problem.shared:  # accumulators leave no registers for the sum of another part
+        direct = folds = problem.splits == 1
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
+    loader = CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS
+    ahead = launch.ahead and not pages.table and p.band.left is None
+    pipeline = CachedPipeline(launch.stages, launch.places, loader, ahead=ahead)
+    if problem.shared:
+        pipeline = CachedPipeline(launch.stages, 0, 24, keys_first=launch.keys_first, slack=launch.slack)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(
-            launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS,
-            launch.ahead and not pages.table and p.band.left is None,
-        ), *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
     )  # fmt: skip
 
 
@@ -185,8 +202,12 @@ def refusals(problem: CachedProblem) -> list[str]:
         reasons.append(f"the cache stores {stored.dtype}; supported are {', '.join(WIDENED)} and the queries' dtype")
     if stored is not None and "token" in (stored.k_scale, stored.v_scale):
         reasons.append("rows of the cache have scales of their own; supported are scales of an item's head, or none")
-    if problem.shared:
-        reasons.append("values are columns of the keys; supported are keys and values apart")
+    if problem.shared and (stored is not None or (p.head_dim, p.head_dim_v) != LATENT_DIMS):
+        kept = "" if stored is None else f" of {stored.dtype}"
+        reasons.append(
+            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are "
+            f"{LATENT_DIMS[1]} of {LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
+        )
     if p.lengths.varlen:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
     if p.where or p.score:
@@ -199,7 +220,7 @@ def refusals(problem: CachedProblem) -> list[str]:
             f"page_size is {size}; supported are powers of two from {SWIZZLED_ROWS} on, which the copy engine moves as boxes"
         )
     step = 8 if stored is None else 16
-    for name in ("head_dim", "head_dim_v"):
+    for name in () if problem.shared else ("head_dim", "head_dim_v"):
         dim = getattr(p, name)
         if dim > MAX_HEAD_DIM or dim % step:
             reasons.append(f"{name} is {dim}; supported are multiples of {step} up to {MAX_HEAD_DIM}")
