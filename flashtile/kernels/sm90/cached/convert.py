@@ -5,7 +5,7 @@ blocks of two warpgroups with 128 for each thread fill a multiprocessor.
 """
 
 from flashtile.kernels.device.stored import widened
-from flashtile.kernels.sm90.cached.producer import boxes_of, fill_both, load_tile, started
+from flashtile.kernels.sm90.cached.producer import boxes_of, fill_both, load_tile
 from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast
 
@@ -19,8 +19,8 @@ def load_and_convert(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.
     is converted, behind which they are asked for.
     """
     AHEAD: gl.constexpr = T.pipeline.stages * T.block_k
-    use = started(mem, seat, T)
-    for start in range(seat.first + use * T.block_k, gl.minimum(seat.end, seat.first + AHEAD), T.block_k):
+    use = gl.to_tensor(0)
+    for start in range(seat.first, gl.minimum(seat.end, seat.first + AHEAD), T.block_k):
         load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
         use += 1
     use = gl.to_tensor(0)
@@ -29,7 +29,7 @@ def load_and_convert(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.
         hand_on(mem.k, mem.loaded_k, mem.wide_k, mem.keys, use, start, seat, T.parts_k, T)
         hand_on(mem.v, mem.loaded_v, mem.wide_v, mem.values, use, start, seat, T.parts_v, T)
         if start + AHEAD < seat.end:
-            fill_both(k_desc, v_desc, mem, use + T.pipeline.stages, pages, rows, seat.head, T)
+            fill_both(k_desc, v_desc, mem, use + T.pipeline.stages, pages, rows, seat, T)
         use += 1
 
 

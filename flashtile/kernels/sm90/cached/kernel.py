@@ -17,7 +17,7 @@ from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
-from flashtile.kernels.sm90.cached.producer import STRIP, fill_both, load
+from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
@@ -63,17 +63,6 @@ class CachedMemory:
         self.loaded_k, self.loaded_v = loaded_k, loaded_v
 
 
-class CachedTask(NamedTuple):
-    """What a block is to compute, as its number says: whose queries, from which on, and which share of the item's keys."""
-
-    item: gl.tensor
-    token: gl.tensor
-    head: gl.tensor
-    chunk: gl.tensor
-    queries: gl.tensor
-    share: gl.tensor
-
-
 class CachedSeat(NamedTuple):
     """What a block computes: whose queries, from which on, and which keys of how many."""
 
@@ -101,57 +90,40 @@ class CachedRows(NamedTuple):
 
 
 @gluon.jit
-def seat_of(task, used, sizes, T: gl.constexpr):
-    """The CachedSeat of a CachedTask whose item has `used` rows; sizes = (seqlen_q, heads_kv, capacity, shares of an item's
-    keys, left, right).
-    """
+def seat_of(number, used_ptr, sizes, T: gl.constexpr):
+    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
-    keys = gl.maximum(gl.minimum(used, sizes[2]), 0)
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        task.token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
-    )
-    first, end = lo, hi
-    if T.split > 0:
-        first, end = gl.maximum(lo, task.share * SPAN), gl.minimum(hi, (task.share + 1) * SPAN)
-    return CachedSeat(
-        task.item, task.token, task.head, task.chunk, task.queries, keys, first, end, full_lo, full_hi, ends[0], ends[1]
-    )
-
-
-@gluon.jit
-def task_of(number, sizes, T: gl.constexpr):
-    """The CachedTask of a block."""
-    TOKENS: gl.constexpr = T.rows // T.heads
     heads = sizes[1] * T.chunks
     head, rest = number % heads, number // heads
     share, tile = rest % sizes[3], rest // sizes[3]
     tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    return CachedTask(tile // tiles, tile % tiles * TOKENS, head // T.chunks, head % T.chunks, sizes[0], share)
+    item, token = tile // tiles, tile % tiles * TOKENS
+    keys = gl.maximum(gl.minimum(gl.load(used_ptr + item), sizes[2]), 0)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
+    )
+    first, end = lo, hi
+    if T.split > 0:
+        first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
+    return CachedSeat(
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
+    )
 
 
 @gluon.jit
-def load_ahead(k_desc, v_desc, mem, task, T: gl.constexpr):
-    """Ask for the first key tile that a block can have, whether there are so many keys or not: `started` sees to the rest."""
-    rows = (task.share * (T.split * T.parts),)
-    fill_both(k_desc, v_desc, mem, gl.to_tensor(0), (task.item,), rows, task.head, T)
-
-
-@gluon.jit
-def consume(q_ptr, out_ptrs, strides, scales, mem, seat, factor, sizes, scale, T: gl.constexpr):
-    """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides);
-    factor: of the queries, where they are loaded already (T.ahead).
-    """
+def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.constexpr):
+    """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
     v_scale = gl.to_tensor(1.0)
     if T.k_scale:
         scale = scale * scale_of(scales[0], seat)
     if T.v_scale:
         v_scale = scale_of(scales[1], seat)
-    if not T.ahead:
-        factor = load_queries(q_ptr, strides[0], mem, seat, sizes, T)
     if T.lowers:
-        scale = factor[:, None] * scale
+        scale = load_lowered(q_ptr, strides[0], mem, seat, sizes, T)[:, None] * scale
+    else:
+        load_queries(q_ptr, strides[0], mem, seat, sizes, T)
     if SPLIT == 0:
         rows = nothing(T)
         if seat.first < seat.end:
@@ -207,23 +179,17 @@ def places(seat, sizes, L: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def load_queries(ptr, strides, mem, seat, sizes, T: gl.constexpr):
-    """Bring the queries to shared memory, zeros where there are none; what each row's products are to be multiplied by. seat: a
-    CachedTask will do.
-    """
+    """Bring the queries to shared memory, zeros where there are none."""
     ROWS: gl.constexpr = T.rows
     PARTS: gl.constexpr = T.parts_k
-    if T.lowers:
-        return load_lowered(ptr, strides, mem, seat, sizes, T)
-    else:
-        for part in gl.static_range(PARTS):
-            mem.q.index(part).reshape([ROWS, STRIP]).store(queries_of(ptr, strides, part, seat, sizes, T))
-        fence_async_shared()
-        return gl.to_tensor(1.0)
+    for part in gl.static_range(PARTS):
+        mem.q.index(part).reshape([ROWS, STRIP]).store(queries_of(ptr, strides, part, seat, sizes, T))
+    fence_async_shared()
 
 
 @gluon.jit
 def load_lowered(ptr, strides, mem, seat, sizes, T: gl.constexpr):
-    """The same in fp16 (`device/stored.py`: `lowered`)."""
+    """The same in fp16 (`device/stored.py`: `lowered`); what each row's products are to be multiplied by."""
     ROWS: gl.constexpr = T.rows
     PARTS: gl.constexpr = T.parts_k
     BLOCK_K: gl.constexpr = T.block_k
@@ -486,20 +452,14 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    task, factor = task_of(gl.program_id(0), sizes, T), gl.to_tensor(1.0)
-    if T.ahead:
-        load_ahead(k_desc, v_desc, mem, task, T)
-    used = gl.load(used_ptr + task.item)
-    if T.ahead:  # keys, lengths and queries are then under way at a time
-        factor = load_queries(q_ptr, strides[0], mem, task, sizes, T)
-    seat = seat_of(task, used, sizes, T)
+    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
     if T.apart:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, factor, sizes, rest[2] * LOG2E, T)),
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
             (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
         ], [4], [T.pipeline.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, factor, sizes, rest[2] * LOG2E, T)),
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
             (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
         ], [1], [T.pipeline.loader_registers])  # fmt: skip

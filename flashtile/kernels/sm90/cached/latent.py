@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.kernel import hidden, load_queries, seat_of, store_part, task_of, write
+from flashtile.kernels.sm90.cached.kernel import hidden, load_queries, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -368,8 +368,7 @@ def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, h
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    task = task_of(gl.program_id(0), sizes, T)
-    seat = seat_of(task, gl.load(used_ptr + task.item), sizes, T)
+    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
     gl.warp_specialize([
         (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
         (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),

@@ -8,8 +8,8 @@ STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 byt
 @gluon.jit
 def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
     """Role: bring every key tile of a block, and its values, into shared memory."""
-    use = started(mem, seat, T)
-    for start in range(seat.first + use * T.block_k, seat.end, T.block_k):
+    use = gl.to_tensor(0)
+    for start in range(seat.first, seat.end, T.block_k):
         load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
         use += 1
 
@@ -18,28 +18,14 @@ def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
 def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T: gl.constexpr):
     """Bring the key tile at `start`, and its values, once their places are free."""
     pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-    fill_both(k_desc, v_desc, mem, use, pages, rows, seat.head, T)
+    fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T)
 
 
 @gluon.jit
-def started(mem, seat, T: gl.constexpr):
-    """How many tiles were asked for before the lengths were known: one, where T.ahead. Where the block has no keys it is waited
-    for, since shared memory is another block's when this one ends.
-    """
-    use = gl.to_tensor(0)
-    if T.ahead:
-        use += 1
-        if seat.first >= seat.end:
-            mem.loaded_k.wait(0)
-            mem.loaded_v.wait(0)
-    return use
-
-
-@gluon.jit
-def fill_both(k_desc, v_desc, mem, use, pages, rows, head, T: gl.constexpr):
+def fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T: gl.constexpr):
     """The same, of these boxes."""
-    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, head, T.copied_k, T)
-    fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, head, T.copied_v, T)
+    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T)
+    fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
 
 
 @gluon.jit

@@ -31,8 +31,7 @@ class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
     8-bit tiles that who loads has converted, 0 where who multiplies converts them; of latents, whether a consumer multiplies
     a tile's keys before it is given the probabilities of the tile before, and by how much scores exceed what is subtracted
-    from them, in units of log2, before that rises. ahead: the first tile is loaded before lengths are known, where these do
-    not say where it is.
+    from them, in units of log2, before that rises.
     """
 
     block_k: int = 64
@@ -41,13 +40,12 @@ class CachedLaunch:
     places: int = 0
     keys_first: bool = False
     slack: int = 0
-    ahead: bool = True
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
         words += [f"registers={self.registers}"] if self.registers else []
-        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack) + ["late"] * (not self.ahead)
+        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack)
         return " ".join(words)
 
 
@@ -61,7 +59,6 @@ class CachedPipeline:
     registers: int = 240  # of each thread of a consumer, where there are two
     keys_first: bool = False
     slack: int = 0
-    ahead: bool = False  # the first tile is loaded before lengths are known, which do not say where it is
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,6 @@ class CachedTile(Narrow):
         return self.stored != ""
 
     @property
-    def ahead(self) -> bool:
-        return self.pipeline.ahead
-
-    @property
     def apart(self) -> bool:
         """Whether the role that loads converts them."""
         return self.pipeline.places > 0
@@ -163,7 +156,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
         return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
     if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
-    return CachedLaunch(), CachedLaunch(ahead=False), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
+    return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
 
 def choose_cached(problem: CachedProblem) -> CachedLaunch:
@@ -179,9 +172,7 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
-    loader = CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS
-    ahead = launch.ahead and not pages.table and p.band.left is None
-    pipeline = CachedPipeline(launch.stages, launch.places, loader, ahead=ahead)
+    pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
     if problem.shared:
         pipeline = CachedPipeline(launch.stages, 0, 24, keys_first=launch.keys_first, slack=launch.slack)
     return CachedTile(
