@@ -162,7 +162,7 @@ def write_again(
     if replay is None:
         write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "", after)
         return
-    named = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
+    named: dict[str, Any] = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
     named |= {"seqused_k": after, "page_table": page_table, "cu_seqlens": cu, "slots": slots}
     if scales is not NO_SCALES:
         named |= {"k_scale": new_scale(scales[0], four[0], cu), "v_scale": new_scale(scales[1], four[1], cu)}

@@ -46,11 +46,11 @@ def append_rows(
 
     asked: the rest of its arguments, backend None for any; after: the items' lengths with the new rows, where they are known.
     """
-    *rest, backend = asked
+    k_scale, v_scale, *places, backend = asked
+    places.append(backend or "")
     if not is_watched(k, v, k_cache, v_cache):
-        k_scale, v_scale, *places = rest
-        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places, backend or "", after)
-    APPEND(k, v, k_cache, v_cache, *rest, backend or "")
+        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places, after=after)
+    APPEND(k, v, k_cache, v_cache, k_scale, v_scale, *places)
     return None
 
 
