@@ -13,6 +13,9 @@ quantisation. `of_bf16` is bf16's time over theirs. What 8-bit numbers make is h
 tiles: the portable forward of both kinds, and Hopper's of e4m3, in the chosen tile and in candidates.
 simulated, without a GPU too: the same arithmetic in PyTorch, tile by tile, with float32 sums, and `unflushed` with one sum of
 13 bits, cut off every 32 keys; `stored` and `bf16` are beside the numbers before quantisation.
+gradients, without a GPU too: out, dq, dk and dv, relative, RMS, against float64 of the numbers before quantisation, all with
+bf16 inputs: of `bf16` attention, of `fp8` arithmetic quantised in the call, whose gradients go straight through, and of
+`stored` e4m3 keys and values, which have no gradients of their own.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.execute.bound import Bound, device_of
 from flashtile.triton_glue.language import jit, tl
 
-SECTIONS = ("errors", "speed", "tiles", "simulated")
+SECTIONS = ("errors", "speed", "tiles", "simulated", "gradients")
+ALSO_ON_CPU = {"simulated", "gradients"}
 SHAPES = ("1x16384x16x128", "1x16384x16x64", "1x16384x16x256")
 KEYS = (8192, 32768, 131072, 524288, 1048576)
 QUERIES, HEAD_DIM, PARTS, TILE = 256, 128, 65536, 128
@@ -212,6 +216,36 @@ def simulated(record: Record, told: argparse.Namespace, device: torch.device) ->
             record.add(row)
 
 
+def gradients(record: Record, told: argparse.Namespace, device: torch.device) -> None:
+    for keys in told.keys:
+        for kind in KINDS:
+            given = data(kind, keys, device)
+            dout = torch.randn(given[0].shape, generator=torch.Generator(device).manual_seed(1), device=device).bfloat16()
+            z = flashtile.quantize(*given)
+            leaves = [t[0, :, 0].double().requires_grad_() for t in given]
+            out = (leaves[0] @ leaves[1].T / math.sqrt(HEAD_DIM)).softmax(1) @ leaves[2]
+            truth = dict(zip("qkv", torch.autograd.grad(out, leaves, dout[0, :, 0].double()), strict=True)) | {
+                "out": out.detach()
+            }
+            attend = flashtile.attention
+            ways: dict[str, Callable[..., torch.Tensor]] = {
+                "bf16": attend,
+                "fp8": partial(attend, options=FP8),
+                "stored": lambda q, *_, z=z: attend(q, z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale),
+            }
+            for what, way in ways.items():
+                row = {"section": "gradients", "data": kind, "keys": keys, "what": what}
+                with record.attempt(**row):
+                    wanted = given[:1] if what == "stored" else given
+                    leaves = [t.clone().requires_grad_() for t in wanted]
+                    out = way(*leaves, *given[len(leaves) :])
+                    found = dict(zip("qkv", torch.autograd.grad(out, leaves, dout), strict=False))
+                    row["out"] = f"{rms(out[0, :, 0].detach(), truth['out']):.2e}"
+                    row |= {f"d{n}": f"{rms(t[0, :, 0], truth[n]):.2e}" for n, t in found.items()}
+                    print(*row.values(), flush=True)
+                    record.add(row)
+
+
 def tensors_of(shape: str, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Any]:
     """16-bit q, k, v, and the same quantised."""
     batch, seqlen, heads, head_dim = (int(n) for n in shape.split("x"))
@@ -337,13 +371,14 @@ def main() -> int:
     parser.add_argument("--keys", nargs="+", type=at_least_one, default=KEYS, help="multiples of 128")
     parser.add_argument("--rounds", type=at_least_one, default=ROUNDS)
     told = parser.parse_args()
-    if told.sections != ["simulated"]:
+    if not ALSO_ON_CPU.issuperset(told.sections):
         need_gpu(parser)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     record = Record(told.output, told.budget, machine(device, told.commit))
     for section in told.sections:
         if record.left() > 0:
-            {"errors": errors, "speed": speed, "tiles": tiles, "simulated": simulated}[section](record, told, device)
+            measures = {"errors": errors, "speed": speed, "tiles": tiles, "simulated": simulated, "gradients": gradients}
+            measures[section](record, told, device)
         else:
             record.leave(section)
     return record.end()

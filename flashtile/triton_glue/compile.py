@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,13 +116,30 @@ def specialise(call: KernelCall, buffers: Mapping[str, Buffer]) -> Specialisatio
     return Specialisation(signature, constants, divisible, tuple(runtime))
 
 
-def compile_kernel(call: KernelCall, special: Specialisation, device: Device) -> Any:
-    """The compiled kernel of a call, as it was specialised."""
-    source = source_class(call.kernel)(
+def source_of(call: KernelCall, special: Specialisation) -> Any:
+    """What Triton compiles."""
+    return source_class(call.kernel)(
         call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
     )
+
+
+def compile_kernel(call: KernelCall, special: Specialisation, device: Device) -> Any:
+    """The compiled kernel of a call, as it was specialised."""
     with compiling(device.kind):
-        return triton.compile(source, target=gpu_target(device), options=call.options)
+        return triton.compile(source_of(call, special), target=gpu_target(device), options=call.options)
+
+
+def submit_plan(pool: Executor, plan: Plan, device: Device) -> None:
+    """Have the threads of `side_by_side` leave a plan's kernels on disk, the last ones first, which are the largest."""
+    buffers = {b.name: b for b in plan.buffers}
+    for call in reversed(plan.calls):
+        if isinstance(call, KernelCall) and 0 not in call.grid:
+            pool.submit(_compiles(call, specialise(call, buffers), device))
+
+
+def _compiles(call: KernelCall, special: Specialisation, device: Device) -> Callable[[], Any]:
+    src = source_of(call, special)  # by this name the threads look for it
+    return lambda: triton.compile(src, target=gpu_target(device), options=call.options)
 
 
 def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
@@ -131,9 +149,7 @@ def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
     It is made in a fraction of a second. What is made of one text differs by the compiler's own whims alone.
     """
     special = specialise(call, {b.name: b for b in plan.buffers})
-    source = source_class(call.kernel)(
-        call.kernel, signature=special.signature, constexprs=special.constants, attrs=special.divisible
-    )
+    source = source_of(call, special)
     target = gpu_target(device)
     backend: Any = make_backend(target)
     with compiling(device.kind):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from inspect import getclosurevars
@@ -127,12 +127,14 @@ def compiling(kind: str) -> Any:
 class _Threads(ThreadPoolExecutor):
     """Builds each kernel's launcher, too, beside the kernel: some releases make it of C, a quarter of a second each.
 
-    Front ends take turns: they are Python's, so two at a time only delay the one that was asked for first.
+    Front ends take turns: they are Python's, so two at a time only delay the one that was asked for first. Once a kernel turns
+    out not to be on disk, `then` is called, in a thread, and may submit further ones, which nothing waits for before the end.
     """
 
-    def __init__(self, threads: int | None):
+    def __init__(self, threads: int | None, then: Callable[[_Threads], None] | None = None):
         super().__init__(threads)
-        self.launchers, self.turn = ThreadPoolExecutor(), Lock()
+        self.launchers, self.turn, self.then = ThreadPoolExecutor(), Lock(), then
+        self.following: Future[None] | None = None
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         source = getclosurevars(fn).nonlocals["src"]  # what it compiles, private to Triton; 3.6 to 3.9 call it so
@@ -140,13 +142,18 @@ class _Threads(ThreadPoolExecutor):
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
             with self.turn:
-                return make_ir(*args, **kwargs)
+                made, then, self.then = make_ir(*args, **kwargs), self.then, None
+            if then is not None:
+                self.following = ThreadPoolExecutor.submit(self, then, self)
+            return made
 
         source.make_ir = in_turn
         self.launchers.submit(_build_launcher, source)
         return super().submit(fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if self.following is not None:
+            self.following.exception()  # waits until it has submitted
         super().shutdown(wait, cancel_futures=cancel_futures)
         self.launchers.shutdown(wait, cancel_futures=cancel_futures)
 
@@ -171,10 +178,11 @@ def _build_launcher(source: Any) -> None:
 
 
 @contextmanager
-def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
+def side_by_side(kind: str, threads: int | None = None, then: Callable[[_Threads], None] | None = None) -> Generator[None]:
     """As `compiling`: what kernels' `warmup` asks for inside is compiled in threads, and there at the end.
 
-    threads: how many at most. What fails is left to whoever launches it, who then hears why.
+    threads: how many at most. then: submits what is to be compiled beside it, if any of it was not on disk. What fails is left
+    to whoever launches it, who then hears why.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
@@ -182,7 +190,7 @@ def side_by_side(kind: str, threads: int | None = None) -> Generator[None]:
         if active_mode.get() is not None:  # a caller's own, which cannot be nested
             yield
             return
-        with _Threads(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        with _Threads(threads, then) as pool, AsyncCompileMode(pool, ignore_errors=True):
             yield
 
 

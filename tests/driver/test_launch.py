@@ -85,6 +85,21 @@ def test_a_plan_s_kernels_are_compiled_side_by_side_and_once(tmp_path: Path) -> 
 
 @on_cpu
 @compiler
+def test_a_first_forward_that_compiles_and_wants_gradients_compiles_the_backward_too(tmp_path: Path) -> None:
+    (line,) = printed(tmp_path, "first")
+    kernels = ("attention_backward", "attention_dq", "attention_rows")
+    assert sorted(ast.literal_eval(line)) == sorted(
+        [
+            ("alone", "attention_forward", False),
+            ("on disk", "attention_forward", True),
+            *(("forward", name, False) for name in ("attention_forward", *kernels)),
+            *(("backward", name, True) for name in kernels),
+        ]
+    )
+
+
+@on_cpu
+@compiler
 def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> None:
     """After the first forward and the first backward, which compile; without a gradient no lse is made."""
     alone, every, one = (ast.literal_eval(line) for line in printed(tmp_path, "direct", "-", "qkv", "k"))
@@ -92,6 +107,13 @@ def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> Non
     assert every == [["out", "lse"]] + 3 * [["out", "lse"], ["dq", "dk", "dv"]]
     assert one[:2] == 2 * [["out", "lse"]]
     assert all("dk" in outputs for outputs in one[2::2])
+
+
+@on_cpu
+@compiler
+def test_outputs_are_written_where_a_caller_has_them_alone_where_they_fit(tmp_path: Path) -> None:
+    found = [ast.literal_eval(line) for line in printed(tmp_path, "into")]
+    assert found == [("rows", True, True), ("heads", False, False), ("dtype", False, False), ("address", False, False)]
 
 
 @on_cpu

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from flashtile.kernels.device.memory import head_offset, tile_offsets
 from flashtile.kernels.device.varlen import RECORD
 from flashtile.triton_glue.language import jit, tl
 
@@ -24,3 +27,37 @@ def sum_partials(source_ptr, schedule_ptr, target_ptr, count, heads, BLOCK: tl.c
             mine = mine & (tl.load(schedule_ptr + column * RECORD + 1, mask=mine, other=-1) == row // heads)
         total += tl.load(source + column, mask=mine, other=0.0)
     tl.store(target_ptr + row, tl.sum(total).to(target_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    """Compile-time part of `sum_heads`: heads that are summed, numbers of a row of each, and these padded to a power of two."""
+
+    group: int
+    width: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return max(2048 // self.columns, 1)
+
+
+@jit(do_not_specialize=["span", "heads"])
+def sum_heads(source_ptr, target_ptr, strides, span, heads, T: tl.constexpr):
+    """target[:, :, head] = the sum in float32 of T.group of source's heads, which lie densely, in their order."""
+    ROWS: tl.constexpr = T.rows
+    COLUMNS: tl.constexpr = T.columns
+    GROUP: tl.constexpr = T.group
+    tiles = tl.cdiv(span, ROWS)
+    number = tl.program_id(0)
+    tile, head, slab = number % tiles, number // tiles % heads, number // tiles // heads
+    row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mine = (row < span)[:, None] & (column < T.width)[None, :]
+    line = (slab.to(tl.int64) * span + row)[:, None] * (heads * GROUP * T.width)
+    source = source_ptr + line + head * (GROUP * T.width) + column[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(GROUP):
+        total += tl.load(source + i * T.width, mask=mine, other=0.0)
+    target = target_ptr + head_offset(slab, head, strides) + (tile * ROWS).to(tl.int64) * strides[1]
+    tl.store(target + tile_offsets(strides, ROWS, COLUMNS), total.to(target_ptr.dtype.element_ty), mask=mine)

@@ -6,16 +6,17 @@ import warnings
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from flashtile.kernels.device.available import NO_TRITON
 from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
-from flashtile.kernels.device.sums import sum_partials
+from flashtile.kernels.device.sums import HeadSums, sum_heads, sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.sm90.cached.plan import plan_cached
+from flashtile.kernels.sm90.host.arguments import block_lists, over_queries, product_scale
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
 from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
 from flashtile.kernels.sm90.host.choose_cached import refusals as cached_refusals
@@ -33,11 +34,11 @@ from flashtile.kernels.sm90.host.tile_backward import (
     backward_tiles,
     make_backward_tile,
     padded_queries,
+    tiled,
 )
 from flashtile.kernels.sm90.host.tile_forward import (
     COPIED_KEYS,
     GROUP_ROWS,
-    LOST,
     ForwardLaunch,
     ForwardTile,
     forward_form,
@@ -47,7 +48,7 @@ from flashtile.kernels.sm90.host.tile_forward import (
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, scale_shapes, shapes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
@@ -239,6 +240,7 @@ class HopperBackend:
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
+        heads_kv = tiled(p, launch).heads_kv
         spares = tile.modifiers.spares and not gradients.dlse  # which such a key gets, too, and delta alone knows
         tile = replace(
             tile, outputs=replace(tile.outputs, wide_keys=gradients.wide_keys), modifiers=replace(tile.modifiers, spares=spares)
@@ -250,8 +252,8 @@ class HopperBackend:
             biased = Descriptor(f"score.{tile.modifiers.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
-        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
-        flags = tiles // 2 if tile.outputs.pairs_ds else p.batch * p.heads_kv if tile.pipeline.converts else 0
+        region = schedule, padded if varlen else None, schedule and tiles // heads_kv
+        flags = tiles // 2 if tile.outputs.pairs_ds else p.batch * heads_kv if tile.pipeline.converts else 0
         row_region = schedules.of(PADDED_ROWS), region[1]
         rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.items.ragged else GROUP_ROWS, p.lengths.varlen)
         if not tile.items.ragged:
@@ -277,7 +279,12 @@ class HopperBackend:
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.outputs.ds]
         unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
         stored_in = keys_dtype(p, tile.outputs.wide_keys)
-        scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
+        made = {n: f"d{n}" for n in "kv"}  # by the passes over keys
+        if launch.ungrouped:
+            made = {n: f"d{n}.heads" for n in "kv"}
+            scratch += [Buffer(name, shapes(tiled(p, launch))[n], stored_in, "scratch") for n, name in made.items()]
+        else:
+            scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
         if p.sink is not None and p.sink.grad:
@@ -306,7 +313,7 @@ class HopperBackend:
             registers=None if tile.items.ragged else ROW_REGISTERS,
             early=True,
         )
-        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if p.lengths.varlen or tile.outputs.wide_keys else None for n in "kv"]
+        whole = [(Pointer(n), Strides(n)) if p.lengths.varlen or tile.outputs.wide_keys else None for n in made.values()]
         dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.pipeline.converts else None
         keys = [
             KernelCall(
@@ -317,8 +324,8 @@ class HopperBackend:
                     Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
                     Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.outputs.dk else None,
                     Descriptor("dout", (1, 1, part.block_q, part.columns_v)),
-                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
-                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
+                    Descriptor(made["k"], (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
+                    Descriptor(made["v"], (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
                     sums_dq and Descriptor("dq_sum", (1, 1, part.columns_added // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
@@ -349,6 +356,8 @@ class HopperBackend:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))
+        if launch.ungrouped:
+            calls += [head_sums(p, n) for n in "kv" if n in gradients.wanted]
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -377,35 +386,13 @@ BACKEND = HopperBackend()
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
-def product_scale(p: AttentionProblem) -> float:
-    """The scale of what the matrix unit makes of q and k, which on average is a little less than their product.
-
-    How much less of e4m3 nobody has measured.
-    """
-    return p.scale_value if p.multiplies_fp8 else p.scale_value * (1.0 + LOST * p.head_dim)
-
-
-def over_queries(
-    p: AttentionProblem, launch: ForwardLaunch, tile: ForwardTile, schedules: Schedules
-) -> tuple[tuple[Descriptor, ...], tuple[Any, ...]]:
-    """The first and the last arguments of a pass over queries: q, k and v, and which tiles there are and what makes scores."""
-    schedule = schedules.of(launch.block_q)
-    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
-    tiles = (
-        Descriptor("q", (1, 1, tile.rows, tile.columns)),
-        Descriptor("k", (1, 1, tile.block_k, tile.columns)),
-        Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
-    )
-    region: tuple[Any, ...] = (schedule, records, mask_args(p), block_lists(p, "q"))
-    if p.multiplies_fp8:
-        tiles = (*tiles[:2], Descriptor("turned", (1, 1, tile.columns_v, tile.block_k), axes=(0, 1, 2, 3)))
-    elif p.stored is not None:
-        tiles = (tiles[0], *(replace(t, name=f"wide.{t.name}") for t in tiles[1:]))
-    if p.stored is not None:
-        names = [f"{side}_scale" if side in scale_shapes(p) else None for side in "qkv"]
-        region = (*region, tuple(arg for name in names for arg in (name and Pointer(name), name and Strides(name))))
-    rest = product_scale(p), score_args(p), region
-    return tiles, (*(integers(p)[n] for n in ("heads", "group", "left", "right")), launch.swizzle, rest)
+def head_sums(p: AttentionProblem, name: str) -> KernelCall:
+    """dk or dv ("k", "v") of the gradients that query heads have made apart."""
+    width = p.head_dim if name == "k" else p.head_dim_v
+    tile = HeadSums(p.group, width, 1 << (width - 1).bit_length())
+    grid = (-(-p.span_k // tile.rows) * p.heads_kv * p.slabs, 1, 1)
+    args = (Pointer(f"d{name}.heads"), Pointer(f"d{name}"), Strides(f"d{name}"), p.span_k, p.heads_kv)
+    return KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)
 
 
 def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:
@@ -489,12 +476,6 @@ def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None,
         scratch, after = [Buffer("ds", whole, p.dtype.value, "scratch")], [sums("ds", name, whole, shape)]
         name, shape = "ds", whole
     return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.mask.gaps else [], after]
-
-
-def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:
-    """The mask's lists by blocks of queries ("q") or keys ("k"): counts, indices and order, each with its strides."""
-    names = () if p.blocks is None else (f"blocks.{what}_{side}" for what in ("count", "index", "order"))
-    return tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
 
 
 def stored_refusals(p: AttentionProblem) -> list[str]:

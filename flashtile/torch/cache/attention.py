@@ -69,7 +69,8 @@ def attention_cached(
     causal, window, mask; changes: score, scale, sink; as `attention` has them, on positions aligned bottom-right: the last
         query stands at the last key. Rows and keys are counted within their item.
     split: keys that are summed apart, a multiple of 128, at borders that depend on nothing else: an item's bits never
-        depend on its batch. 0: one pass. None: by shapes. The CPU computes items one by one, and has no use for it.
+        depend on its batch. 0: one pass. None: by shapes; with cu_seqlens_q one pass. The CPU computes items one by one, and
+        has no use for it.
     shared_prefix, with the others in `changes`: so many first keys are the same for all items that have any, as where prompts
         begin alike: whole pages, which item 0's table names; without a table item 0's rows. All queries go over them
         together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.

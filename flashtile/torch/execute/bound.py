@@ -7,6 +7,7 @@ runs reuse the compiled kernels and prepared argument lists, so that a call cost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import cache
 from inspect import getclosurevars
 from typing import Any
@@ -124,6 +125,7 @@ class Bound:
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | HostReplay | None = None  # once every kernel is compiled
         self.ahead = _triton.INTERPRETED or not self.on_gpu  # whether nothing is left to compile ahead
+        self.follow: Callable[[Executor], None] | None = None  # what to compile beside these kernels, if they are not on disk
 
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, strides in self.staged:
@@ -164,7 +166,7 @@ class Bound:
         launches = [launch for launch in self.kernel_launches() if tensors.keys() >= set(launch.names)]
         if not launches:  # PyTorch itself computes all of it, or has to begin: there may be no Triton
             return
-        with _triton.side_by_side(KIND, threads=2):
+        with _triton.side_by_side(KIND, 4 if self.follow else 2, self.follow):
             for launch in reversed(launches):
                 launch.warm(tensors)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from flashtile import dispatch
 from flashtile.plan.backend import Gradients
 from flashtile.plan.buffers import input_buffers
+from flashtile.plan.call import Plan
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Options
 from flashtile.torch.execute.bound import Bound, device_of
@@ -77,16 +80,26 @@ class PreparedCall:
         return tensors
 
     def forward(
-        self, packs: tuple[torch.Tensor, ...], others: Sequence[torch.Tensor], parts: Tensors | None = None, whole: bool = True
+        self,
+        packs: tuple[torch.Tensor, ...],
+        others: Sequence[torch.Tensor],
+        parts: Tensors | None = None,
+        whole: bool = True,
+        into: torch.Tensor | None = None,
+        needs: tuple[bool, ...] | None = None,
     ) -> list[torch.Tensor]:
-        """The plan's outputs, `kept` in order: out and lse first; unless `whole`, what is behind out may be None."""
+        """The plan's outputs, `kept` in order: out and lse first; unless `whole`, what is behind out may be None.
+
+        into: where out is to be written, if kernels can; it is then the first of the outputs.
+        needs: which inputs want a gradient. A first call then compiles also the backward's kernels.
+        """
         replay = self.bound_forward and self.bound_forward.replay
         if replay is not None and replay.outputs is not None:
             if self.packing is not APART:
                 packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
             inputs = *packs, *others
             if isinstance(replay, Replay):
-                return replay.direct(inputs, addresses_of(inputs), whole)
+                return replay.direct(inputs, addresses_of(inputs), whole, None if into is None else ("out", into))
             made = replay.direct(inputs)
             if replay.fits and self.packing is APART:
                 self.hosted = replay.function
@@ -94,6 +107,9 @@ class PreparedCall:
         tensors = self.tensors(packs, others, parts)
         if self.bound_forward is None:
             self.bound_forward = Bound(self.plan, tensors, self.device)
+            if needs is not None:
+                wanted, _ = self.wished.get(needs) or self.wish(needs)
+                self.bound_forward.follow = partial(self.compile_backward, Gradients(wanted), self.deterministic)
         self.bound_forward.run(tensors)
         return [tensors[name] for name in self.kept]
 
@@ -104,10 +120,12 @@ class PreparedCall:
         dlse: torch.Tensor | None,
         needs: tuple[bool, ...],
         wide_keys: bool = False,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned.
 
-        wide_keys: those of 16-bit k and v are float32.
+        wide_keys: those of 16-bit k and v are float32. into: where dq, which is needed, is to be written, if kernels can; it is
+        then what is returned.
         """
         count = len(self.packing.packs)
         first_kept = count + len(self.names)
@@ -119,9 +137,7 @@ class PreparedCall:
         inputs = (*saved, dout)
         if dlse is not None:
             inputs = (*inputs, dlse.resolve_neg() if dlse.is_neg() else dlse)
-        deterministic = self.options.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = self.deterministic
         key: Any = None
         if self.packing is APART:  # a hook of saved tensors may have laid also those otherwise that the forward kept
             addresses = addresses_of(inputs) if self.on_gpu else ()
@@ -129,7 +145,7 @@ class PreparedCall:
             direct = self.direct.get(key)
             if direct is not None:
                 replay, places = direct
-                made = replay.direct(inputs, addresses)
+                made = replay.direct(inputs, addresses, into=None if into is None else ("dq", into))
                 if isinstance(replay, HostReplay) and replay.fits and dlse is None:
                     self.hosted_backward[needs] = replay.function, places
                 return tuple(made) if places is None else tuple([None if i is None else made[i] for i in places])
@@ -148,6 +164,25 @@ class PreparedCall:
             gradient = given[i]
             given[i] = None if gradient is None else gradient.to(tensor.dtype)
         return tuple(given)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether gradients are wanted in one order, by the call or by torch's own wish."""
+        wished = self.options.deterministic
+        return torch.are_deterministic_algorithms_enabled() if wished is None else wished
+
+    def plan_backward(self, gradients: Gradients, deterministic: bool) -> Plan:
+        """How these gradients are computed."""
+        problem = self.problem
+        if deterministic and not problem.deterministic:
+            problem = replace(problem, deterministic=True)
+        return dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
+
+    def compile_backward(self, gradients: Gradients, deterministic: bool, pool: Executor) -> None:
+        """Have the pool leave on disk what a backward will launch whose tensors lie as those of the forward."""
+        from flashtile.triton_glue.compile import submit_plan
+
+        submit_plan(pool, self.plan_backward(gradients, deterministic), self.place)
 
     def wish(self, needs: tuple[bool, ...]) -> tuple[frozenset[str], list[str | None]]:
         """(which of q, k and v want a gradient, each input's gradient by name, None where not needed)."""
@@ -169,11 +204,7 @@ class PreparedCall:
         key = wanted, deterministic, wide_keys, alignment(addresses_of(given)), *map(torch.Tensor.stride, given)
         bound = self.bound_backward.get(key)
         if bound is None:
-            problem = self.problem
-            if deterministic and not problem.deterministic:
-                problem = replace(problem, deterministic=True)
-            gradients = Gradients(wanted, "dlse" in tensors, wide_keys)
-            plan = dispatch.plan_backward(problem, self.place, gradients, self.options.backend, self.options.backward)
+            plan = self.plan_backward(Gradients(wanted, "dlse" in tensors, wide_keys), deterministic)
             packed = [
                 PackedGradient(pack, tensor)
                 for pack, tensor in zip(self.packing.packs, packs, strict=True)

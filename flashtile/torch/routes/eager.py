@@ -131,7 +131,7 @@ class _EagerAttention(torch.autograd.Function):
         kept = call.hosted(*given) if call.hosted else None
         if kept is None:
             count = len(call.packing.packs)
-            kept = call.forward(given[:count], given[count:], parts)
+            kept = call.forward(given[:count], given[count:], parts, needs=ctx.needs_input_grad[2:])
         ctx.save_for_backward(*given, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)
