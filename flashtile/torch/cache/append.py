@@ -54,14 +54,13 @@ def append_to_cache(
     tensors = k, v, k_cache, v_cache, page_table, seqused_k, slots, cu_seqlens, q
     key, scales, bound = _recognize(tensors, packed, rotary is not None, (k_scale, v_scale), backend)
     if bound is not None:
-        used, cu, rows, after = seqused_k, None if cu_seqlens is None else taken("cu_seqlens", cu_seqlens, k), -1, None
+        used, cu, rows = seqused_k, None if cu_seqlens is None else taken("cu_seqlens", cu_seqlens, k), -1
         if used is not None:
             used = taken("seqused_k", used, k)
             if rotary is not None:
                 q, k, rows = rotate(q, k, rotary, used, cu, backend)
-            after = lengthened(used, k, cu)
         slots = None if slots is None else slots.long()
-        write_again(bound, (k, v, k_cache, v_cache), scales, page_table, used, slots, cu, rows, backend, after)
+        write_again(bound, (k, v, k_cache, v_cache), scales, page_table, used, slots, cu, rows, backend)
         return q
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (0,):
         raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
@@ -157,7 +156,7 @@ class New:
         """Into the pools, the rows alone, whose gradients are another's business; what did it, unless that was an operator."""
         return append_rows(
             self.k.detach(), self.v.detach(), k_cache, v_cache, *self.scales, self.page_table, self.before, None, self.cu,
-            self.rotary_rows, self.backend, after=self.used,
+            self.rotary_rows, self.backend,
         )  # fmt: skip
 
 
