@@ -131,8 +131,8 @@ class Known(NamedTuple):
     layout: Layout
     bound: Bound | None
 
-    def run(self, call: Call, append: Any, rotary: Any, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
+    def run(self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool) -> tuple[Any, Any]:
+        """(out, lse), which unless `whole` may be None."""
         layout, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.tensors
         used = taken("seqused_k", used, q)
         cu = None if cu is None else taken("cu_seqlens_q", cu, q)
@@ -150,7 +150,7 @@ class Known(NamedTuple):
             used = lengthened(used, k, cu) if after is None else after
         lengths = (used,) if cu is None else (cu, cu, used)
         tensors = tensors_of(q, (k_cache, v_cache), call.scales, page_table, first, (*call.others, *lengths))
-        return layout.attend(layout.inputs(tensors), first, page_table)
+        return layout.attend(layout.inputs(tensors), first, page_table, whole)
 
 
 def write_again(

@@ -265,8 +265,10 @@ class Layout:
         """The plan's, of all the call's."""
         return [tensors[i] for i in self._order]
 
-    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) as callers have them; InvalidProblem, on the CPU, for lengths and pages without meaning."""
+    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe, whole: bool = True) -> tuple[Any, Any]:
+        """(out, lse) as callers have them, unless `whole` lse may be None; InvalidProblem, on the CPU, for lengths and pages
+        without meaning.
+        """
         if self.looks:
             by_name = dict(zip(self.names, inputs, strict=True))
             if self.packed:
@@ -280,9 +282,9 @@ class Layout:
             made = self._bound.run(tensors)
             out, lse = made["out"], made["lse"].contiguous()
         else:
-            out, lse = replay.direct(inputs, addresses_of(inputs))  # in the order of `cached_buffers`, and as these lie
+            out, lse = replay.direct(inputs, addresses_of(inputs), whole)  # in the order of `cached_buffers`, and as these lie
         if self.packed:
-            out, lse = out[0], lse[0]
+            out, lse = out[0], lse if lse is None else lse[0]
         return laid(out, self.out_strides), lse
 
 
