@@ -47,6 +47,8 @@ FILES = {  # file -> what its rows are
     "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m benchmarks generation "
     "--sections repeats`.",
+    "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
+    "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
     "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
