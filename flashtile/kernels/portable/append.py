@@ -65,8 +65,11 @@ def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides
 
 @jit
 def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: tl.constexpr):
-    """(page, row) of new tokens by the items' lengths, and whether an item has a page for it."""
-    GROWS: tl.constexpr = place_ptrs[4] is not None  # rows are counted from an item's first new one, else from its last
+    """(page, row) of new tokens by the items' lengths, and whether an item has a page for it.
+
+    Where lengths grow they count rows up to an item's first new one, else up to its last.
+    """
+    GROWS: tl.constexpr = place_ptrs[4] is not None  # pyright: ignore[reportAssignmentType]
     if place_ptrs[3] is not None:
         before = (place * 0).to(tl.int32)
         for start in tl.range(0, items + 1, 64):
