@@ -34,8 +34,8 @@ from tools import (
     script_tables,
     support_tables,
 )
-from tools.shapes import told as shapes_told
 from tools.evidence import Evidence, cell
+from tools.shapes import told as shapes_told
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
