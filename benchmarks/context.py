@@ -6,13 +6,14 @@ torchrun --nproc_per_node 2 -m benchmarks.context            joins those that th
 Of each sequence and window, forward and backward together: one process's time T1 on rank 0, while the others wait, and Tn of
 every provider, the slowest rank's, in one rotation; medians over rounds. efficiency is T1 / (n Tn). together_ms is T1 of the
 slowest rank while every one runs the whole: what lies between is the machine's. Shards are causal, in zigzag unless the
-provider says contiguous; of a window "allgather" fetches the halo alone. --packed adds documents of unequal lengths, none
-above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are one process's. torch's SDPA gets
-the keys of all heads, since its context_parallel takes no grouped ones; it has causal order alone, as has ring-flash-attn,
-which must be installed, and runs on flashtile's passes where flash_attn is not. Its llama3 has contiguous shards, packed
-documents too, and gathers a head of keys at a time. Errors of out, dq, dk and dv are relative RMS against one process's
-float32 of the same values, of at most CHECKED tokens; beside them one process's own. peak_bytes is what the busiest rank holds
-at once, without the inputs; memory is that and the inputs, divided by what a rank cannot do without (`needed_bytes`).
+provider says contiguous, or documents, which is zigzag of each; of a window "allgather" fetches the halo alone. --packed adds
+documents of unequal lengths, none above a quarter, beside one process's `attention_varlen`; --dropout chances, whose bits are
+one process's. torch's SDPA gets the keys of all heads, since its context_parallel takes no grouped ones; it has causal order
+alone, as has ring-flash-attn, which must be installed, and runs on flashtile's passes where flash_attn is not. Its llama3 has
+contiguous shards, packed documents too, and gathers a head of keys at a time. Errors of out, dq, dk and dv are relative RMS
+against one process's float32 of the same values, of at most CHECKED tokens; beside them one process's own. peak_bytes is what
+the busiest rank holds at once, without the inputs; memory is that and the inputs, divided by what a rank cannot do without
+(`needed_bytes`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from flashtile.distributed import Context, attention, attention_varlen, shard, u
 
 REPEATS, CHECKED = 4, 4096
 WRONG = 5.0  # times one process's error: more than bf16 sums over 16 ranks cost (3.7), less than a wrong key does
-METHODS = ("ulysses", "allgather", "allgather contiguous", "ring")
+METHODS = ("ulysses", "allgather", "allgather contiguous", "allgather documents", "ring")
 TORCH = tuple(f"torch {rotate} {backend}" for rotate in ("allgather", "alltoall") for backend in ("cudnn", "flash"))
 RING, LLAMA3 = "ring-flash-attn zigzag", "ring-flash-attn llama3"
 PROVIDERS = (*METHODS, *TORCH, RING, LLAMA3)
@@ -76,6 +77,10 @@ class Form:
     def starts(self, seqlen: int) -> list[int]:
         """Where documents begin, and the last one ends."""
         return [0, *(round(seqlen * sum(SHARES[: i + 1])) for i in range(len(SHARES)))] if self.packed else [0, seqlen]
+
+    def tensor(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor (batch, seqlen, ...), where it lies."""
+        return torch.tensor(self.starts(whole.shape[1]), dtype=torch.int32, device=whole.device)
 
     def call(self, home: Callable[..., torch.Tensor], packed: Callable[..., torch.Tensor], seqlen: int, **how: Any) -> Any:
         """The function of q, k and v, of (batch, seqlen, heads, head_dim); home, packed: `attention` and `attention_varlen`."""
@@ -115,7 +120,9 @@ def step(call: Callable[..., torch.Tensor], leaves: Tensors, dout: torch.Tensor)
 
 def layout_of(name: str) -> Any:
     """How a provider's shards lie."""
-    return "contiguous" if name.endswith(" contiguous") or name == LLAMA3 else "zigzag"
+    if name == LLAMA3:
+        return "contiguous"
+    return next((layout for layout in ("contiguous", "documents") if name.endswith(f" {layout}")), "zigzag")
 
 
 @contextmanager
@@ -132,7 +139,7 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
         if form not in (Form(), Form(packed=True)):
             raise NotImplementedError("ring-flash-attn's llama3 is measured without windows and dropout")
         *leaves, dout = (shard(t, Context()).requires_grad_(i < 3) for i, t in enumerate(given))
-        starts = torch.tensor(form.starts(given[0].shape[1]), dtype=torch.int32, device=given[0].device)
+        starts = form.tensor(given[0])
         home = ring_flash_attn()
         about = home.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), dist.get_world_size())
         where = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"), about, strict=True))
@@ -142,7 +149,10 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
         return
     if name not in TORCH:
         context = Context(method=name.split()[0], layout=layout_of(name), check="first")  # pyright: ignore[reportArgumentType]
-        *leaves, dout = (shard(t, context).requires_grad_(i < 3) for i, t in enumerate(given))
+        if context.layout == "documents" and not form.packed:
+            raise NotImplementedError("layout 'documents' is measured with packed documents alone")
+        starts = form.tensor(given[0])
+        *leaves, dout = (shard(t, context, cu_seqlens=starts).requires_grad_(i < 3) for i, t in enumerate(given))
         yield step(form.call(attention, attention_varlen, given[0].shape[1], context=context), tuple(leaves), dout)
         return
     if form != Form():
@@ -243,7 +253,8 @@ def errors(name: str, given: Tensors, form: Form) -> dict[str, float]:
     """Relative RMS of a provider, and of one process, against one process's float32."""
     true = alone(tuple(t.float() for t in given), form, options=flashtile.Options(precision="ieee"))()
     with made(name, given, form) as run:
-        ours = [unshard(t.contiguous(), Context(layout=layout_of(name))) for t in run()]
+        starts, context = form.tensor(given[0]), Context(layout=layout_of(name))
+        ours = [unshard(t.contiguous(), context, cu_seqlens=starts) for t in run()]
     found: dict[str, float] = {}
     for prefix, tensors in (("error", ours), ("error_of_one", alone(given, form)())):
         for of, mine, exact in zip(NAMES, tensors, true, strict=True):

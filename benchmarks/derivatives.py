@@ -60,23 +60,31 @@ Call = Callable[[], Sequence[torch.Tensor]]
 CANDIDATES: dict[str, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
         64: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 4, 8)),
-        128: (Launch(128, 32, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 2, 8)),
+        128: (Launch(128, 64, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 2, 8)),
     },
     "tangent of q": {
         64: (Launch(128, 64, 8, 3, 8), Launch(128, 128, 8, 2, 8), Launch(64, 128, 4, 2, 8), Launch(64, 64, 4, 4, 8)),
         128: (Launch(128, 64, 8, 3, 8), Launch(128, 128, 8, 2, 8), Launch(64, 64, 4, 2, 8), Launch(64, 64, 4, 3, 8)),
     },
     "Mass(last=64)": {
-        64: (Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 1, 8), Launch(64, 128, 8, 1, 8)),
-        128: (Launch(64, 128, 8, 1, 8), Launch(64, 64, 4, 1, 8), Launch(64, 32, 4, 1, 8)),
+        64: (
+            Launch(64, 128, 8, 3, 8), Launch(64, 256, 4, 2, 8), Launch(64, 512, 4, 3, 8), Launch(64, 1024, 4, 3, 8),
+            Launch(64, 1024, 4, 4, 8),
+        ),
+        128: (Launch(64, 64, 4, 3, 8), Launch(64, 128, 4, 1, 8), Launch(64, 512, 4, 3, 8), Launch(64, 1024, 8, 3, 8)),
     },
     "second_queries": {
         64: (Launch(64, 64, 4, 3, 8), Launch(128, 64, 8, 2, 8)),
         128: (Launch(128, 64, 8, 1, 8), Launch(64, 64, 4, 2, 8), Launch(64, 32, 4, 1, 8)),
     },
     "second_keys": {
-        64: (Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 3, 8), Launch(64, 128, 8, 2, 8), Launch(32, 128, 8, 3, 8)),
-        128: (Launch(32, 64, 4, 1, 8), Launch(32, 64, 4, 2, 8), Launch(32, 128, 8, 2, 8)),
+        64: (
+            Launch(64, 128, 8, 3, 8), Launch(64, 64, 4, 2, 8), Launch(32, 64, 4, 2, 8, upright=True),
+        ),
+        128: (
+            Launch(32, 64, 4, 1, 8), Launch(32, 64, 4, 2, 8), Launch(32, 64, 8, 2, 8), Launch(32, 128, 8, 2, 8),
+            Launch(32, 64, 4, 2, 8, upright=True), Launch(64, 64, 8, 1, 8, upright=True),
+        ),
     },
 }  # fmt: skip
 
@@ -256,7 +264,7 @@ def launches_of(p: AttentionProblem, place: Device, what: str) -> list[Launch]:
     which, wide = pass_of(what), 64 if p.head_dim <= 64 else 128
     last = (STATISTICS[what][1],) if what in STATISTICS else ()
     chosen = (portable.choose_light if last else portable.choose_directed)(p, place, which, *last)
-    others = [c for c in CANDIDATES[what][wide] if portable.shared_bytes(p, c, which) <= place.smem_bytes]
+    others = [c for c in CANDIDATES[what][wide] if last or portable.shared_bytes(p, c, which) <= place.smem_bytes]
     return list({launch.spell(): launch for launch in (chosen, *others)}.values())
 
 

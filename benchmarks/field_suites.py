@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 LIBRARIES = {
     "tests": ("flash_attn",),
     "hopper": ("flash_attn", "flash_attn_interface"),
+    "cute": ("flash_attn",),
     "flash_mla": ("flash_mla",),
     "attention": ("flashinfer",),
 }
@@ -66,6 +69,7 @@ VERSION_3: dict[str, dict[str, tuple[int, int]]] = {
         "test_flash_attn_varlen_combine_linearize": (1, 1),
     },
 }
+VERSION_4: dict[str, dict[str, tuple[int, int]]] = {"test_flash_attn.py": {"test_flash_attn_kvcache": (30, 8)}}
 FLASH_MLA: dict[str, dict[str, tuple[int, int]]] = {
     "test_flash_mla_dense_decoding.py": {"test_flash_mla": (30, 8)},
 }
@@ -112,7 +116,7 @@ FLASHINFER: dict[str, dict[str, tuple[int, int]]] = {
         "test_batch_decode_tensor_cores_cuda_graph": (8, 2),
     },
 }
-DRAWS = {"tests": VERSION_2, "hopper": VERSION_3, "flash_mla": FLASH_MLA, "attention": FLASHINFER}
+DRAWS = {"tests": VERSION_2, "hopper": VERSION_3, "cute": VERSION_4, "flash_mla": FLASH_MLA, "attention": FLASHINFER}
 MOST_ROWS = 1 << 18  # of a cache: the float32 copies that flashinfer's tests keep share the memory with other processes
 
 
@@ -125,6 +129,8 @@ def prepare(folder: Path) -> None:
     """Before the tests of a folder are imported: what they need that is neither ours nor theirs."""
     if folder.name == "attention":
         _prepare_flashinfer(folder)
+    if folder.name == "cute":
+        _prepare_version_4(folder)
 
 
 def adopt(file: str, module: ModuleType) -> None:
@@ -180,6 +186,19 @@ class _Absent(ModuleType):
             pytest.skip(f"{self.__name__}.{name} is flashinfer's own")
 
         return skip
+
+
+def _prepare_version_4(folder: Path) -> None:
+    """Of flash-attention 4 the helpers `testing.py`, which lies in the folder; names that other tests call are None."""
+    interface = import_module("flash_attn.cute.interface")
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"):
+        setattr(interface, name, None)
+    sys.modules["flash_attn.cute.cache_utils"] = _Absent("flash_attn.cute.cache_utils")
+    spec = spec_from_file_location("flash_attn.cute.testing", folder / "testing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
 
 
 def _prepare_flashinfer(folder: Path) -> None:

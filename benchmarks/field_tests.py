@@ -3,12 +3,13 @@
     python benchmarks/field_tests.py TESTS [--wheels FOLDER] [--budget 220] [--jobs 12] [--seed 0] [--output FOLDER/cases.csv]
 
 TESTS is the folder `tests` of flash-attention, or `hopper` with those of version 3 (2.8.4 is the version whose names we
-speak), flashinfer's `tests/attention`, or FlashMLA's `tests`, renamed to `flash_mla`; all fetched for the run. FOLDER holds
-wheels that the tests import and this Python lacks (einops, pytest). `flashtile.compat.install` is all that stands between the
-tests and us; helpers by which flashinfer compiles its own kernels are absent, and skip (`field_suites.py`). Test functions are
-called with values drawn from their own `parametrize` marks. A draw fixes what kernels are compiled for, and then runs several
-lengths; a process keeps its draws, so that each kernel is compiled by one. Writes a line for each case as soon as it is done,
-and counts.csv beside it at the end; prints counts and every failure.
+speak), `tests/cute` of version 4 with its `flash_attn/cute/testing.py`, flashinfer's `tests/attention`, or FlashMLA's `tests`,
+renamed to `flash_mla`; all fetched for the run. FOLDER holds wheels that the tests import and this Python lacks (einops,
+pytest). `flashtile.compat.install` is all that stands between the tests and us; helpers by which flashinfer compiles its own
+kernels are absent, and skip (`field_suites.py`). Test functions are called with values drawn from their own `parametrize`
+marks. A draw fixes what kernels are compiled for, and then runs several lengths; a process keeps its draws, so that each kernel
+is compiled by one. Writes a line for each case as soon as it is done, and counts.csv beside it at the end; prints counts and
+every failure.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ repeats: of 1,000 calls into memory that was filled with NaN, those that made ot
 fail. host: microseconds of an eager call over a cache of 1,024 keys, queued and not waited for, beside SDPA's, and of replaying
 a graph of such calls, by call. generate: a Llama of 1B's shape with random weights and a static cache of --keys places. A row
 has the median of its decoding steps, without prompt and warm-up, and `of_sdpa`, the tokens a second over those of transformers'
-own "sdpa". Both models have the same weights, and a step's logits must agree before they are timed. --compile: as `generate`
-compiles by itself where it may.
+own "sdpa". Both models have the same weights, and a step's logits must agree before they are timed. Each is in a process of its
+own, where it warms up beside the others; then they take turns. --compile: also rows of steps that `generate` compiled.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from importlib.metadata import version
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import processes
 from benchmarks.cached_cells import Caches
 from benchmarks.cached_cells import Cell as Cached
 from benchmarks.experiment import Experiment, main_of
 from benchmarks.host import host_us
+from benchmarks.processes import Failure, Worker
 from benchmarks.record import Record, at_least_one
 from benchmarks.replay import captured
+from flashtile import append_to_cache, attention, attention_cached
+from flashtile.compat.flash_attn_cache import flash_attn_with_kvcache
 from flashtile.problem.options import Options
-from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.cache import operator
 
 SECTIONS = ("repeats", "host", "generate")
 SDPA = "sdpa"
@@ -48,10 +54,11 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "tie_word_embeddings": True,
 }  # fmt: skip
 WARM_STEPS = 4
+TURNS = 2
 LOGITS = 5e-2  # of their norm, by which those of two implementations may differ: 16 layers of bf16
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 REPEATS = 1000
-HOST_CELL = Cached("llama3-8b", 1, 1024, 1)
+HOST_CELL, PAGE = Cached("llama3-8b", 1, 1024, 1), 64
 CALLS, REPLAYS, ROUNDS, IN_A_GRAPH = 200, 4, 15, 32
 # Of repeats: a cell, keys of a page, what a cache holds, and what calls are given.
 REPEATED: dict[str, tuple[Cached, int, str, dict[str, Any]]] = {
@@ -102,63 +109,117 @@ def repeat(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def host_calls(caches: Caches) -> dict[str, Call]:
-    """Eager calls of one token over the same keys, each found right."""
-    k, v = caches.k[:1], caches.v[:1]
-    new = k[:, -1:].clone(), v[:, -1:].clone()
-    before = caches.used - 1
-    paged, table = caches.ours(64, "bf16", {}, one=True)
-    calls: dict[str, Any] = {
-        "flashtile/contiguous": caches.ours(0, "bf16", {}, one=True)[0],
-        "flashtile/64": paged,
-        "flashtile/contiguous with append": lambda: (
-            attention_cached(caches.q[0], k, v, seqused_k=before, append=new, causal=True),
-        ),
-        "sdpa/flash": caches.sdpa(one=True),
+    """Eager calls of one token over the same keys, each found right; each writes what is there already, if it writes."""
+    q, k, v, used, table = caches.q[0], caches.k[:1], caches.v[:1], caches.used, caches.table(PAGE)[0]
+    pages = [pool.view(-1, PAGE, *pool.shape[2:]) for pool in (caches.k, caches.v)]
+    new, before = (k[:, -1:].clone(), v[:, -1:].clone()), used - 1
+    theirs = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def attend_theirs() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*theirs, enable_gqa=True)
+
+    def append_theirs() -> torch.Tensor:
+        k[:, -1:] = new[0]
+        v[:, -1:] = new[1]
+        return attend_theirs()
+
+    def append() -> torch.Tensor:
+        append_to_cache(*new, k, v, seqused_k=before)
+        return attention_cached(q, k, v, seqused_k=used)
+
+    calls: dict[str, Call] = {
+        "flashtile/contiguous": lambda: attention_cached(q, k, v, seqused_k=used),
+        "flashtile/64": lambda: attention_cached(q, *pages, table, seqused_k=used),
+        "flashtile/contiguous with append": lambda: attention_cached(q, k, v, seqused_k=before, append=new, causal=True),
+        "flashtile/append_to_cache, then contiguous": append,
+        "flashtile/flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True),
+        "flashtile/without a cache": lambda: attention(q, k, v),
+        "sdpa/flash": attend_theirs,
+        "sdpa/flash with append": append_theirs,
     }
     for name, call in calls.items():
-        judged(caches, call(), table if name == "flashtile/64" else None, 64, "bf16")
+        made: Any = call()
+        made = made.transpose(1, 2) if name.startswith(SDPA) else made
+        judged(caches, (made,), table[None] if name == "flashtile/64" else None, PAGE, "bf16")
     return calls
 
 
 def host(device: torch.device, side: Any, record: Record) -> None:
-    """Rows of the host's time."""
+    """Rows of the host's time, on the default stream; a graph is captured on the other one."""
     caches = Caches(HOST_CELL, 1, device)
     times: dict[str, list[float]] = {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         calls = host_calls(caches)
         one = calls["flashtile/contiguous"]
-        graph = captured(lambda: tuple(one() for _ in range(IN_A_GRAPH))[-1], 1, side)[0]  # pyright: ignore[reportArgumentType]
+        with torch.cuda.stream(side):
+            graph = captured(lambda: tuple(one() for _ in range(IN_A_GRAPH))[-1], 1, side)[0]  # pyright: ignore[reportArgumentType]
         for turn in range(ROUNDS + 1):
             for name in list(calls) if turn % 2 else reversed(list(calls)):
                 times.setdefault(name, []).append(host_us(calls[name], calls=CALLS))
             times.setdefault("flashtile/contiguous in a graph", []).append(host_us(graph.replay, calls=REPLAYS) / IN_A_GRAPH)
+    beside = statistics.median(times["sdpa/flash"][1:])
     for name, taken in times.items():
         middle, least = statistics.median(taken[1:]), min(taken[1:])
-        print(f"{name} {middle:.2f} us of the host (least {least:.2f})", flush=True)
+        print(f"{name} {middle:.2f} us of the host (least {least:.2f}), {middle / beside:.2f} of sdpa's", flush=True)
         record.add({
             "section": "host", **HOST_CELL.row(), "provider": name, "host_us": round(middle, 2), "least_us": round(least, 2),
-            "rounds": ROUNDS,
+            "of_sdpa_us": round(middle / beside, 3), "rounds": ROUNDS,
         })  # fmt: skip
 
 
-def model_of(implementation: str, device: torch.device) -> Any:
+@dataclass(frozen=True)
+class Served:
+    """A model in a process of its own, and what it generates."""
+
+    implementation: str
+    batch: int
+    keys: int  # places of the static cache
+    new: int
+    shape: tuple[tuple[str, Any], ...]
+    device: torch.device
+
+
+_MODELS: dict[Served, tuple[Any, torch.Tensor]] = {}  # of this process, with their prompts
+
+
+def serve(what: str, served: Served, compiled: bool) -> Any:
+    """A job of such a process: "prepare", the logits of a step and whose kernels over caches `generate` runs, once all is
+    compiled; or "steps", seconds of each decoding step.
+    """
+    with torch.no_grad():
+        if what == "steps":
+            return steps_of(*_MODELS[served], served.new, compiled)
+        generator = torch.Generator(served.device).manual_seed(served.keys)
+        torch.manual_seed(served.keys)
+        model, shape = model_of(served), dict(served.shape)
+        prompt = served.keys - served.new - WARM_STEPS  # so that the cache which generate makes has so many places
+        ids = torch.randint(shape["vocab_size"], (served.batch, prompt), device=served.device, generator=generator)
+        _MODELS[served] = model, ids
+        said = logits_of(model, ids, served.keys).cpu().numpy()
+        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        for mode in sorted({False, compiled}):
+            steps_of(model, ids, served.new, mode)
+        return said, sorted({layout.plan.backend for layout in operator._CACHED.values()})  # pyright: ignore[reportPrivateUsage]
+
+
+def model_of(served: Served) -> Any:
     """A causal model of random weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from flashtile.integrations.transformers import register
 
     register()
-    config = LlamaConfig(**SHAPE, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    with device:
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16)
+    config = LlamaConfig(**dict(served.shape), bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with served.device:
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=served.implementation, dtype=torch.bfloat16)
     return made.eval()
 
 
-def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Any, ids: torch.Tensor, places: int) -> torch.Tensor:
     """What a decoding step behind all tokens but the last one says, (batch, vocabulary)."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 8)
+    cache = StaticCache(config=model.config, max_cache_len=places)
     model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
     return model(ids[:, -1:], past_key_values=cache).logits[:, -1].double()
 
@@ -190,10 +251,11 @@ def steps_of(model: Any, ids: torch.Tensor, new: int, compiled: bool) -> list[fl
 
 
 class Generation(Experiment[Cell]):
-    """A cell is a section, or one of its calls; the two models of `generate` take turns."""
+    """A cell is a section, or one of its calls."""
 
     output, budget_s = "bench-output/generation.csv", 240
-    models: dict[str, Any]
+    workers: dict[Served, Worker]
+    prepared: dict[Served, Any]
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -201,7 +263,7 @@ class Generation(Experiment[Cell]):
         parser.add_argument("--batch", nargs="+", type=at_least_one, default=[1, 16])
         parser.add_argument("--keys", nargs="+", type=at_least_one, default=[1024, 8192], help="places of the static cache")
         parser.add_argument("--new", type=at_least_one, default=48, help="decoding steps that are timed")
-        parser.add_argument("--compile", action="store_true", help="let generate compile its steps")
+        parser.add_argument("--compile", action="store_true", help="beside it, let generate compile its steps")
         parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
 
     @classmethod
@@ -227,48 +289,83 @@ class Generation(Experiment[Cell]):
 
     @contextmanager
     def begin(self, record: Record) -> Iterator[None]:
-        self.models, self.side = {}, torch.cuda.Stream(self.device())
-        with torch.no_grad():
-            yield
+        self.side, self.workers, self.prepared = torch.cuda.Stream(self.device()), dict[Served, Worker](), dict[Served, Any]()
+        for served in (one for cell in self.cells() if cell.section == "generate" for one in self.served(cell)):
+            self.workers[served] = processes.Worker(serve)
+            self.workers[served].take(("prepare", served, self.chosen.compile))
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for worker in self.workers.values():
+                worker.stop()
+
+    def served(self, cell: Cell) -> list[Served]:
+        """The models of a cell."""
+        names = sorted(self.chosen.implementations)
+        rest = (cell.batch, cell.keys, self.chosen.new, tuple(SHAPE.items()), self.device())
+        return [Served(name, *rest) for name in names]
+
+    def await_models(self, until: float) -> None:
+        """Until all that compiles is compiled: nothing is timed beside it."""
+        for served, worker in self.workers.items():
+            if served not in self.prepared:
+                self.prepared[served] = answer_of(worker, until)
 
     def measure(self, cell: Cell, record: Record, until: float) -> None:
-        if cell.section == "host":
-            with torch.cuda.stream(self.side):
-                host(self.device(), self.side, record)
-        elif cell.section == "repeats":
+        if cell.section == "repeats":
             row = {**self.place(cell), **repeat(cell.name, self.device())}
             print(cell.name, f"{REPEATS} calls, the same bits", flush=True)
             record.add(row)
+            return
+        self.await_models(record.ends)
+        if cell.section == "host":
+            host(self.device(), self.side, record)
         else:
             self.generate(cell, record)
 
     def generate(self, cell: Cell, record: Record) -> None:
-        """Rows of both implementations."""
-        for name in sorted(self.chosen.implementations):
-            if name not in self.models:
-                self.models[name] = model_of(name, self.device())
-                self.models[name].load_state_dict(next(iter(self.models.values())).state_dict())
-        generator = torch.Generator(self.device()).manual_seed(cell.keys)
-        prompt = cell.keys - self.chosen.new - WARM_STEPS  # so that the cache which generate makes has so many places
-        ids = torch.randint(SHAPE["vocab_size"], (cell.batch, prompt), device=self.device(), generator=generator)
-        said = {name: logits_of(model, ids) for name, model in self.models.items()}
-        truth = list(said.values())[-1]  # of sdpa, where both are asked for
-        off = max(((one - truth).norm() / truth.norm()).item() for one in said.values())
+        """Rows of the implementations, which take turns."""
+        models = self.served(cell)
+        made = {served: good(self.prepared[served]) for served in models}
+        said = [torch.from_numpy(made[served][0]) for served in models]
+        off = max(((one - said[-1]).norm() / said[-1].norm()).item() for one in said)  # of sdpa, where both are asked for
         if not off < LOGITS:
             raise ArithmeticError(f"logits of a step differ by {off:.1e} of their norm, limit {LOGITS:.0e}")
-        compiled, rates = self.chosen.compile, dict[str, float]()
-        begun = time.monotonic()
-        for model in self.models.values():
-            steps_of(model, ids, self.chosen.new, compiled)
-        print(f"warm after {time.monotonic() - begun:.0f} s", flush=True)
-        for name, model in self.models.items():
-            rates[name] = cell.batch / statistics.median(steps_of(model, ids, self.chosen.new, compiled))
-        for name, rate in rates.items():
-            of = {"of_sdpa": round(rate / rates[SDPA], 3)} if SDPA in rates else {}
-            row = {"provider": name, "compiled": compiled, "tokens_per_s": round(rate, 1)}
-            row["step_ms"] = round(cell.batch / rate * 1e3, 3)
-            print(f"generate b{cell.batch} k{cell.keys}", *row.values(), *of.values(), f"logits {off:.1e}", flush=True)
-            record.add({**self.place(cell), **row, **of, "new": self.chosen.new, "logits_off": f"{off:.1e}"})
+        for compiled in sorted({False, self.chosen.compile}, reverse=True):
+            times: dict[str, list[list[float]]] = {served.implementation: [] for served in models}
+            for turn in range(TURNS):
+                for served in models if turn % 2 else reversed(models):
+                    self.workers[served].take(("steps", served, compiled))
+                    times[served.implementation].append(good(answer_of(self.workers[served], record.ends)))
+            step = {name: statistics.median(chain(*turns)) for name, turns in times.items()}
+            for served in models:
+                name = served.implementation
+                of = {"of_sdpa": round(step[SDPA] / step[name], 3)} if SDPA in step else {}
+                row = {"provider": name, "compiled": compiled, "tokens_per_s": round(cell.batch / step[name], 1)}
+                row["step_ms"], row["least_ms"] = (
+                    round(s * 1e3, 3) for s in (step[name], min(map(statistics.median, times[name])))
+                )
+                row["kernels"] = "+".join(made[served][1])
+                print(f"generate b{cell.batch} k{cell.keys}", *row.values(), *of.values(), f"logits {off:.1e}", flush=True)
+                record.add({
+                    **self.place(cell), **row, **of, "new": self.chosen.new, "logits_off": f"{off:.1e}",
+                    "transformers": version("transformers"),
+                })  # fmt: skip
+
+
+def answer_of(worker: Worker, until: float) -> Any:
+    """What becomes of its job."""
+    if not worker.is_done(max(0.0, until - time.monotonic())):
+        return Failure("there was no time for it")
+    return worker.answer()
+
+
+def good(made: Any) -> Any:
+    """What a job returned; RuntimeError for a Failure."""
+    if isinstance(made, Failure):
+        raise RuntimeError(made.text)
+    return made
 
 
 def main() -> int:

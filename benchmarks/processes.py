@@ -43,6 +43,10 @@ class Worker:
         self.job = job
         self.pipe.send(job)
 
+    def is_done(self, seconds: float) -> bool:
+        """Whether there is an answer within so many seconds."""
+        return self.pipe.poll(seconds)
+
     def answer(self) -> Any:
         """What became of the job; a Failure where the process is no more."""
         self.job = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tools import front_page
+from tools import front_page, script_tables, shapes
 from tools.companion_tables import read
 
 ROOT = Path(__file__).parent.parent
@@ -71,10 +72,71 @@ def test_every_figure_of_readme_is_of_the_card_that_it_names() -> None:
     assert "on one NVIDIA H100 80GB:" in (ROOT / "README.md").read_text()
 
 
+def of(told: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """What a text says of head dims, tokens, dtypes and masks is what rows of a CSV have that were timed."""
+    timed = [row for row in rows if row["tflops"]]
+    (depths,) = re.findall(r"head_dim (\d+(?:(?:, | with values of )\d+)*)", told)
+    assert set(re.findall(r"\d+", depths)) == {row[name] for row in timed for name in ("head_dim", "head_dim_v")}
+    lengths = [int(n.replace(",", "").replace("k", "")) * (1024 if n.endswith("k") else 1)
+               for n in re.findall(r"[\d,]+k?(?= to | tokens| queries| keys)", told)]  # fmt: skip
+    had = sorted({int(row[name]) for row in timed for name in ("seqlen_q", "seqlen_k")})
+    assert {min(lengths), max(lengths)} == {had[0], had[-1]}
+    assert set(re.findall(r"fp16|bf16|fp32", told.rpartition(" tokens")[2])) <= {row["dtype"] for row in timed}
+    assert {row["dtype"] for row in timed} <= set(re.findall(r"fp16|bf16|fp32", told))
+    masks = {{"yes": "causal", "no": "full"}[row["causal"]] for row in timed}
+    assert set(re.findall(r"causal|full", told.rpartition(";")[2])) == masks
+
+
+def test_what_tables_say_of_a_suite_is_what_its_rows_have() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    for stem in front_page.SUITES:
+        of(front_page.called(folder, stem).rpartition(" (")[0], read(folder / f"{stem}-{front_page.CARD}.csv"))
+    contents = (ROOT / "docs" / "benchmarks.md").read_text()
+    suites = [path for path in sorted(folder.glob("*.csv")) if path.read_text().startswith("suite,")]
+    assert len(suites) > 10
+    for path in suites:
+        rows = read(path)
+        (told,) = re.findall(rf"^## {path.stem}\n\n(.*)$", contents, re.MULTILINE)
+        (shape,) = re.findall(r"head_dim [^.()]*", told)
+        of(shape.rstrip(), rows)
+        for provider in {row["provider"] for row in rows if row["tflops"] and not row["provider"].startswith("flashtile/")}:
+            assert "The same" in told or "PyTorch's own" in told or shapes.PEERS[provider] in told, provider
+
+
+def test_the_same_on_an_h200_has_no_shape_that_the_h100_has_not() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    same = [stem for stem, text in script_tables.NOTES.items() if text.startswith("The same on an H200")]
+    assert len(same) > 3
+    for stem in same:
+        here, there = (
+            {row["spelling"] for row in read(folder / f"{name}.csv")} for name in (stem, stem.replace("h200", "h100"))
+        )
+        assert here == there, stem
+
+
+def test_the_test_of_a_suite_s_words_can_fail() -> None:
+    row = dict(head_dim="64", head_dim_v="64", seqlen_q="1024", seqlen_k="1024", dtype="fp16", causal="yes", tflops="1")
+    right = "head_dim 64; 1k tokens; fp16, causal"
+    of(right, [row])
+    for wrong in (("64", "64, 128"), ("1k", "1k to 2k"), ("fp16", "bf16"), ("causal", "full and causal")):
+        with pytest.raises(AssertionError):
+            of(right.replace(*wrong), [row])
+
+
+def test_a_training_step_s_table_is_what_the_rows_say() -> None:
+    """One cell, added up by hand: 16k causal tokens of head_dim 128 beside FlashAttention-4."""
+    rows = read(ROOT / "benchmarks" / "results" / f"{front_page.FIGURE}-{front_page.CARD}.csv")
+    shape = {"head_dim": "128", "causal": "yes", "seqlen_q": "16384"}
+    mine = [row for row in rows if shape.items() <= row.items()]
+    ms = {who: sum(float(row["ms"]) for row in mine if row["provider"] == who) for who in ("flashtile/hopper", "fa4")}
+    (line,) = (line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| 128, causal |"))
+    assert line.endswith(f" {ms['fa4'] / ms['flashtile/hopper']:.2f}x |")
+
+
 def test_what_is_behind_a_peer_begins_with_the_least_figures_of_the_table() -> None:
     """The first row of README's table has the least of each pass; what is below 1 there is named, and nothing else."""
     folder = ROOT / "benchmarks" / "results"
-    (row,) = (line for line in front_page.speed(folder).splitlines() if front_page.SUITES[front_page.FIGURE] in line)
+    (row,) = (line for line in front_page.speed(folder).splitlines() if front_page.called(folder, front_page.FIGURE) in line)
     least = dict(zip(("forward", "backward"), re.findall(r"\((\d\.\d\d) to", row), strict=True))
     found: dict[str, str] = {}
     for what, speed, _ in front_page.behind(folder):
@@ -97,7 +159,7 @@ def test_the_guide_names_the_versions_of_readme_s_rows() -> None:
     for name, column in names.items():
         known = {row[column] for row in rows} - {""}
         if column == "cudnn":  # 9.19.0 as one number
-            known = {f"{int(n) // 10000}.{int(n) // 100 % 100}.{int(n) % 100}" for n in known}
+            known = set(map(front_page.cudnn, known))
         assert known == {told[name]}, name
 
 

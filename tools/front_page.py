@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -13,76 +13,86 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
-from tools import companion_tables
+from tools import companion_tables, shapes
 from tools.companion_tables import Row, read
 
+OURS = "flashtile/hopper"
 CARD = "h100"  # every figure of README is of this card; that no other can slip in is tested
 FIGURE = "hopper-fa3-paper"  # the suite of the figure, at its longest sequences
-SUITES = {  # file of `flashtile bench` -> what README calls it
-    "hopper-fa3-paper": "head_dim 64, 128, 256; 1k to 16k keys (FlashAttention-3's paper)",
-    "hopper-triton-tutorial": "head_dim 64, 128; 1k to 16k keys (Triton's tutorial)",
-    "hopper-llmc": "GPT-2's shapes, fp16 (llm.c)",
-    "hopper-cudnn-cross": "more keys than queries (cuDNN's samples)",
-    "hopper-mla": "head_dim 192, values of 128 (DeepSeek)",
-    "fp32-llmc": "GPT-2's shapes, fp32",
+SUITES = {  # file of `flashtile bench` -> where its shapes come from; the shapes are told from its rows
+    "hopper-fa3-paper": "shapes of FlashAttention-3's paper",
+    "hopper-triton-tutorial": "Triton's tutorial",
+    "hopper-llmc": "GPT-2's shapes, llm.c",
+    "hopper-cudnn-cross": "cuDNN's samples",
+    "hopper-mla": "DeepSeek; old, [newer ones](#slower)",
+    "fp32-llmc": "GPT-2's shapes, llm.c",
 }
-PEERS = {"sdpa/cudnn": "cuDNN", "fa4": "FlashAttention-4", "sdpa/efficient": "PyTorch's efficient attention"}
+UNEQUAL = "sequences of unequal lengths; bf16"  # the dtype of benchmarks/varlen.py
+UNEQUAL_PEERS = {"sdpa nested": "nested tensors", "flex document": "FlexAttention", "fa4 varlen": "FlashAttention-4"}
+NORM_PEERS = {"compiled": "torch.compile", "liger": "Liger"}
 NORMS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
 DEVICES = {
     "cpu": "CPU", "sm80": "A100 (sm80)", "sm86": "RTX 3090 (sm86)", "sm90": "H100, H200 (sm90)", "sm100": "B200 (sm100)",
     "sm120": "RTX 5090 (sm120)", "gfx942": "MI300X (gfx942)",
 }  # fmt: skip
-FEATURES = {  # rows of docs/support.md -> what README calls them
-    "bf16": "fp16, bf16",
-    "fp32, tf32x3": "fp32",
-    "window": "sliding window",
-    "sinks": "sinks, their gradient",
-    "varlen": "sequences of any lengths",
-    "predicates": "masks of your own",
-    "bias, its gradient": "bias, its gradient",
-    "deterministic backward": "repeatable gradients",
-    "the second derivative": "second derivatives",
-    "fp8 products": "fp8 products, forward only",
-    "paged cache, forward": "decoding from a paged cache",
-    "paged cache, a window and sinks": "the same with a window, sinks",
+FEATURES = {  # what README calls rows of docs/support.md, which must say the same of every target -> the rows
+    "fp16, bf16, fp32": ("fp16", "bf16", "fp32, tf32x3"),
+    "sliding window; sinks and their gradient": ("window", "sinks"),
+    "sequences of any lengths, padded or packed": ("varlen", "padding (seqused)"),
+    "masks of your own; bias and its gradient": ("predicates", "bias, its gradient"),
+    "repeatable gradients; second derivatives": ("deterministic backward", "the second derivative"),
+    "fp8 products, forward only": ("fp8 products",),
+    "decoding from a paged cache": ("paged cache, forward",),
+    "the same with a window and sinks": ("paged cache, a window and sinks",),
 }
+TESTED = {("paged cache, a window and sinks", "sm90")}  # docs/support.md, "What ran apart from benchmarks", counts them
 
 
 # -- what runs where ------------------------------------------------------------------------------------------------
 
 
 def support(said: Mapping[str, Sequence[str]]) -> str:
-    """Some rows of the support matrix: run, built or refused. said: what the matrix says of each feature on each target."""
+    """Some rows of the support matrix in one word a cell. said: what the matrix says of each feature on each target."""
     targets = ("cpu", *TARGETS)
     lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
-    for feature, name in FEATURES.items():
-        words = ["refused" if cell == "refused" else "built" if "compiled for" in cell else "run" for cell in said[feature]]
-        lines.append(f"| {name} | {' | '.join(words)} |")
+    for name, features in FEATURES.items():
+        words, *others = ([_word(feature, target, cell) for target, cell in zip(targets, said[feature], strict=True)]
+                          for feature in features)  # fmt: skip
+        if any(other != words for other in others):
+            raise ValueError(f"{', '.join(features)} are not alike on every target: give each a row of its own in FEATURES.")
+        lines.append(_line(name, *words))
     return "\n".join([*lines, ""])
+
+
+def _word(feature: str, target: str, cell: str) -> str:
+    if cell == "refused" or "compiled for" not in cell:
+        return "refused" if cell == "refused" else "run"
+    return "tested" if (feature, target) in TESTED else "built"
 
 
 # -- how fast -------------------------------------------------------------------------------------------------------
 
 
+def called(folder: Path, stem: str) -> str:
+    """What README calls a suite: the shapes of its rows, and where they come from."""
+    return f"{shapes.told(read_bench(_path(folder, stem)))} ({SUITES[stem]})"
+
+
 def speed(folder: Path) -> str:
     """Eight rows: geometric means of our speed over the fastest other's, on one card."""
     lines = ["| what | the competitors | forward | backward | measured |", "| --- | --- | --- | --- | --- |"]
-    for stem, name in SUITES.items():
+    for stem in SUITES:
         results = read_bench(_path(folder, stem))
-        peers = report.providers_of(r for r in results if r.side == "peer" and r.tflops is not None)
-        ratios = [
-            [r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row)) is not None]
-            for way in ("forward", "backward")
-        ]
-        lines.append(_line(name, ", ".join(PEERS[peer] for peer in peers), *map(_mean, ratios), _when(results)))
+        lines.append(_line(called(folder, stem), shapes.peers(results), *_means(results), _when(results)))
     rows = [row for row in read(_path(folder, "varlen")) if row["section"] == "varlen"]
-    lines.append(_line("sequences of unequal lengths, 16 bits", "FlashAttention-4, FlexAttention, nested tensors",
+    lines.append(_line(UNEQUAL, _named(UNEQUAL_PEERS, (row["name"].rpartition(", ")[0] for row in rows)),
                        *(_mean(_unequal(rows, way)) for way in ("fwd", "bwd")), _when(rows)))  # fmt: skip
     norms = [row for row in read(_path(folder, "companions")) if row["case"].partition(" ")[0] in NORMS]
     cells = companion_tables.cells(norms)
     ways = [[r for c in cells if next(iter(c.values()))["direction"] == way and (r := companion_tables.ratio(c))]
             for way in ("fwd", "bwd")]  # fmt: skip
-    lines.append(_line("LayerNorm and RMSNorm, also fused", "torch.compile, Liger", *map(_mean, ways), _when(norms)))
+    others = _named(NORM_PEERS, (row["provider"] for row in norms))
+    lines.append(_line("LayerNorm and RMSNorm, also fused", others, *map(_mean, ways), _when(norms)))
     return "\n".join([*lines, ""])
 
 
@@ -94,10 +104,7 @@ def slower(folder: Path) -> str:
         lines.append(_line(what, speed, beside, f"{device}, {_when(rows)}"))
 
     results = read_bench(_path(folder, "fa3-paper"))
-    both = [[r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row))]
-            for way in ("forward", "backward")]  # fmt: skip
-    add("the portable kernels; other GPUs run these", f"forward {_mean(both[0])}, backward {_mean(both[1])}",
-        "cuDNN, FlashAttention-2", results)  # fmt: skip
+    add("the portable kernels; other GPUs run these", _both(results), shapes.peers(results), results)
     forward = {row["row"]: row for row in read(_path(folder, "hopper-forward"))}
     rows = [forward[f"softcap-{depth}-{mask}"] for depth in (64, 128) for mask in ("full", "causal")]
     late = [forward["softcap-128-with-lse"]]
@@ -118,11 +125,10 @@ def slower(folder: Path) -> str:
     )
     add("decoding one query, Hopper's own kernel", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
-    results = [r for r in read_bench(folder / "hopper-models-h200.csv") if r.tflops is not None]
-    both = [[r for row in report.grouped(results) if _direction(row) == way and (r := report.ratio(row))]
-            for way in ("forward", "backward")]  # fmt: skip
-    add("training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3",
-        f"forward {_mean(both[0])}, backward {_mean(both[1])}", "cuDNN, FlashAttention-4", results, "H200")  # fmt: skip
+    models = "training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3"
+    for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", models)):
+        results = read_bench(folder / f"{stem}.csv")
+        add(name or shapes.told(results), _both(results), shapes.peers(results), shapes.measured(results), "H200")
     return "\n".join([*lines, ""])
 
 
@@ -135,8 +141,33 @@ def behind(folder: Path) -> list[tuple[str, str, str]]:
         for peer in (r for r in row.values() if r.side == "peer"):
             speed = (ours.tflops or 0.0) / (peer.tflops or float("inf"))
             if 0.0 < speed < 1.0:
-                found.append((speed, f"{'causal' if ours.causal else 'full'} {ours.direction}, {shape}", PEERS[peer.provider]))
+                what = f"{'causal' if ours.causal else 'full'} {ours.direction}, {shape}"
+                found.append((speed, what, shapes.PEERS[peer.provider]))
     return [(what, f"{speed:.2f}x", peer) for speed, what, peer in sorted(found)]
+
+
+def step(folder: Path) -> str:
+    """A forward and a backward together by head dim, mask and length: our speed over each peer's, and the peers' versions."""
+    results = shapes.measured(read_bench(_path(folder, FIGURE)))
+    ms: dict[tuple[int, bool, int, str], float] = {}
+    for r in results:
+        cell = (r.head_dim, r.causal, r.seqlen_q, r.provider)
+        ms[cell] = ms.get(cell, 0.0) + (r.ms or 0.0)
+    peers = report.providers_of(r for r in results if r.side == "peer")
+    columns = [(peer, length) for peer in peers for length in sorted({r.seqlen_q for r in results})]
+    titles = [f"{shapes.short(length)}, {shapes.PEERS[peer]}" for peer, length in columns]
+    lines = [_line("head_dim, mask", *titles), _line(*["---"] * (1 + len(titles)))]
+    for depth, causal in dict.fromkeys((r.head_dim, r.causal) for r in results):
+        cells = (ms[depth, causal, length, peer] / ms[depth, causal, length, OURS] for peer, length in columns)
+        lines.append(_line(f"{depth}, {'causal' if causal else 'full'}", *(f"{cell:.2f}x" for cell in cells)))
+    first = next(r for r in results if r.provider == "fa4")
+    versions = f"FlashAttention-4 {first.flash_attn}, cuDNN {cudnn(first.cudnn)}, PyTorch {first.torch}"
+    return "\n".join([*lines, "", f"One {first.device}, {_when(results)}; {versions}.", ""])
+
+
+def cudnn(number: str) -> str:
+    """cuDNN's version from its number: 91900 is 9.19.0."""
+    return f"{int(number) // 10000}.{int(number) // 100 % 100}.{int(number) % 100}"
 
 
 def field_tests(folder: Path) -> str:
@@ -162,8 +193,8 @@ def draw(folder: Path, path: Path) -> None:
     longest = max(r.seqlen_q for r in results)
     chosen = [r for r in results if r.seqlen_q == longest]
     cases = list(dict.fromkeys((r.head_dim, r.causal) for r in chosen))
-    colours = {"flashtile/hopper": "#d62728", "sdpa/cudnn": "#7f9db9", "fa4": "#4c6a88"}
-    names = {"flashtile/hopper": "flashtile", **PEERS}
+    colours = {OURS: "#d62728", "sdpa/cudnn": "#7f9db9", "fa4": "#4c6a88"}
+    names = {OURS: "flashtile", **shapes.PEERS}
     figure: Any = Figure(figsize=(10, 3.6), layout="constrained")
     for place, direction in enumerate(("forward", "backward"), start=1):
         axes = figure.add_subplot(1, 2, place)
@@ -191,8 +222,15 @@ def _path(folder: Path, stem: str) -> Path:
     return folder / f"{stem}-{CARD}.csv"
 
 
-def _direction(row: report.Row) -> str:
-    return next(iter(row.values())).direction
+def _means(results: Sequence[Result]) -> list[str]:
+    """Our fastest over the fastest peer, forward and backward."""
+    rows = [(next(iter(row.values())).direction, report.ratio(row)) for row in report.grouped(results)]
+    return [_mean([r for way, r in rows if way == direction and r is not None]) for direction in ("forward", "backward")]
+
+
+def _both(results: Sequence[Result]) -> str:
+    forward, backward = _means(results)
+    return f"forward {forward}, backward {backward}"
 
 
 def _unequal(rows: Sequence[Row], direction: str) -> list[float]:
@@ -200,8 +238,13 @@ def _unequal(rows: Sequence[Row], direction: str) -> list[float]:
     for mask in ("causal", "full"):
         ms = {row["name"]: float(row["ms"]) for row in rows if row["direction"] == direction and row["name"].endswith(mask)}
         others = [value for name, value in ms.items() if not name.startswith("flashtile")]
-        found.append(min(others) / ms[f"flashtile/hopper varlen, {mask}"])
+        found.append(min(others) / ms[f"{OURS} varlen, {mask}"])
     return found
+
+
+def _named(names: Mapping[str, str], found: Iterable[str]) -> str:
+    """The others among those found, each by its name. Whoever has none is an error."""
+    return ", ".join(names[other] for other in dict.fromkeys(found) if not other.startswith("flashtile"))
 
 
 def _mean(ratios: Sequence[float]) -> str:

@@ -45,6 +45,7 @@ class Section:
     command: str
     files: tuple[str, ...]
     figures: tuple[Figure, ...]
+    note: str = ""
 
 
 def sections(folder: Path, card: str) -> Iterator[Section]:
@@ -57,7 +58,8 @@ def sections(folder: Path, card: str) -> Iterator[Section]:
     again = folder / f"hopper-beside-cudnn-{card}.csv"
     newest = {_cell(row): row for row in sorted([*suites, *report.grouped(_results(again))], key=_date)}
     asked = (*files, again.name) if again.exists() else files
-    yield Section("Beside cuDNN", bench, asked, tuple(beside_cudnn(newest.values())))
+    older = (row for row in (*suites, *report.grouped(_results(again))) if newest[_cell(row)] is not row)
+    yield Section("Beside cuDNN", bench, asked, tuple(beside_cudnn(newest.values())), which_rows(older))
     scripts = (
         ("Shares of the plain problem's FLOP/s", "hopper_forward.py", "hopper-forward", shares),
         ("The same of a backward", "hopper_backward.py", "hopper-backward", shares_backward),
@@ -102,6 +104,7 @@ def _lines(section: Section) -> list[str]:
     return [
         *(f"## {section.title}: {reached} of {len(section.figures)}", ""),
         *(f"`{section.command}`; {', '.join(f'`{name}`' for name in section.files)}", ""),
+        *((section.note, "") if section.note else ()),
         *("| what | figure | goal | reached | commit |", "| --- | --- | --- | --- | --- |"),
         *(*(figure.line() for figure in section.figures), ""),
     ]
@@ -124,18 +127,30 @@ def of_the_best(rows: list[report.Row]) -> Iterator[Figure]:
 
 def beside_cudnn(rows: Iterable[report.Row]) -> Iterator[Figure]:
     """The least of our speeds over cuDNN's, each cell by its newest row."""
-    timed = [row for row in rows if all(name in row and row[name].ms for name in (OURS, CUDNN))]
+    speeds = sorted(_over_cudnn(rows))
     for direction in ("forward", "backward"):
-        found = sorted(
-            ((row[CUDNN].ms or 0.0) / (row[OURS].ms or 1.0), report.label(_first(row)), row[OURS].commit)
-            for row in timed
-            if _first(row).direction == direction and _first(row).suite in SUITES
-        )
+        found = [cell for cell in speeds if cell[1] == direction]
         if not found:
             yield Figure(direction, None, 1.0, frozenset())
         below = [cell for cell in found if cell[0] < 1.0]
-        for value, cell, commit in below or found[:1]:
+        for value, _, cell, commit in below or found[:1]:
             yield Figure(f"{direction}, {'' if below else f'least of {len(found)}: '}{cell}", value, 1.0, frozenset({commit}))
+
+
+def which_rows(older: Iterable[report.Row]) -> str:
+    """Which row a shape is judged by that several files have, and where an older one was behind."""
+    below = [f"{direction} of {cell} {_number(value)} at {commit}"
+             for value, direction, cell, commit in sorted(_over_cudnn(older)) if value < 1.0]  # fmt: skip
+    told = "Each shape by its newest row in these files."
+    return f"{told} Behind cuDNN in an older row: {', '.join(below)}." if below else told
+
+
+def _over_cudnn(rows: Iterable[report.Row]) -> Iterator[tuple[float, str, str, str]]:
+    """Our speed over cuDNN's, pass, shape and commit of each row that has both."""
+    for row in rows:
+        if _first(row).suite in SUITES and all(name in row and row[name].ms for name in (OURS, CUDNN)):
+            speed = (row[CUDNN].ms or 0.0) / (row[OURS].ms or 1.0)
+            yield speed, _first(row).direction, report.label(_first(row)), row[OURS].commit
 
 
 def shares(rows: list[Row]) -> Iterator[Figure]:

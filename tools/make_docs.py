@@ -28,11 +28,13 @@ from tools import (
     error_table,
     evidence,
     front_page,
+    fuzz_rows,
     goals,
     ranks_table,
     script_tables,
     support_tables,
 )
+from tools.shapes import told as shapes_told
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +151,8 @@ def support(proof: Iterable[Evidence]) -> str:
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
         "kernels compile there within their budgets (`make compile`); no such row exists, though tests may have run it on a",
-        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) did. **refused**: with the reason below.",
+        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) and [drawn problems](#drawn-problems) did.",
+        "**refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md).",
         "",
@@ -160,6 +163,7 @@ def support(proof: Iterable[Evidence]) -> str:
     rows, refused, left = matrix(tuple(proof))
     header = ("| feature | " + " | ".join(("cpu", *TARGETS)) + " |", "| --- |" + " --- |" * (1 + len(TARGETS)))
     lines += support_tables.grouped(header, {name: f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()})
+    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS)]
     lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
     lines += support_tables.refusals(refused)
     lines += support_tables.left(left)
@@ -225,9 +229,9 @@ def full() -> str:
     ]
     for file in suites:
         parts += [f"## {file.stem}", ""]
-        parts += [script_tables.NOTES[file.stem], "", report.markdown(read(file))]
+        parts += [script_tables.note(RESULTS, file.stem), "", report.markdown(read(file))]
         parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    parts += [f"## {COMPANIONS.stem}", "", script_tables.NOTES[COMPANIONS.stem], "", companion_tables.summary(rows), ""]
+    parts += [f"## {COMPANIONS.stem}", "", script_tables.note(RESULTS, COMPANIONS.stem), "", companion_tables.summary(rows), ""]
     parts += [companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
     for file in scripts:
         parts += [f"## {file.stem}", "", script_tables.section(file), ""]
@@ -256,14 +260,16 @@ def limits(text: str) -> str:
     lines = ["", "| pass and shape | speed | beside |", "| --- | --- | --- |"]
     lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
     text = replaced(text, "behind", "\n".join([*lines, ""]))
+    text = replaced(text, "step", "\n" + front_page.step(RESULTS))
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 
 
 def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    shapes, wide = (fast[front_page.SUITES[stem]] for stem in ("hopper-fa3-paper", "hopper-mla"))
-    unequal = fast["sequences of unequal lengths, 16 bits"]
+    shapes = fast[front_page.called(RESULTS, front_page.FIGURE)]
+    unequal = fast[front_page.UNEQUAL]
+    steps = {name.removesuffix(", causal"): cells for name, cells in cells_of(front_page.step(RESULTS)).items() if "causal" in name}
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
@@ -272,9 +278,10 @@ def answers(text: str) -> str:
         "decoding": script_tables.decoding(RESULTS),
         "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
         "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
-        "wide": f"{wide[1]}, {wide[2]}",
+        "wide": slow[shapes_told(read(RESULTS / "hopper-mla-h200.csv"))][0],
+        "steps": ", ".join(f"head_dim {depth} {cells[-1]}" for depth, cells in steps.items()),
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
-        "peers": f"{forward} of our forward's time, and {both} with its backward",
+        "peers": f"{forward} times as fast in the forward, {both} times with its backward",
         "field": front_page.field_tests(RESULTS),
     }
     for name, part in parts.items():

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
+from flashtile.bench.result import read as read_bench
+from tools import shapes
 from tools.companion_tables import Row, provenance, read
 
 FILES = {  # file -> what its rows are
@@ -39,6 +41,12 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
+    "cached-abreast-h200": "Variants of the sum of parts, and other splits (lab, decoding 10, 11 and 14): "
+    "`benchmarks/cached.py --sets`. The first row of a cell forms four sums abreast, of 128 columns, and keeps six tiles under "
+    "way where a program is alone; `SUM_ELEMENTS=128` has 32 columns, which is what the library does now, with three tiles.",
+    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`.",
+    "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m benchmarks generation "
+    "--sections repeats`.",
     "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
@@ -58,34 +66,35 @@ FILES = {  # file -> what its rows are
     "of heads, which are 1 since, because causal backwards of few heads end with one long program.",
     "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
     "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
+    "fuzz-h200": "Runs of `flashtile fuzz`, which draws whole problems and judges them against float64: `tools/fuzz_rows.py`. "
+    "`close`: above what is allowed with these data, within it with most others; `new`: kernels that no row before had. "
+    "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
-PEERS = "cuDNN and FlashAttention-4"
-NOTES = {  # suite -> who stands beside whom, in which shapes; behind it what else must be known of its rows
-    "cpu-xeon": "16 bits and fp32 beside PyTorch's own attention on a CPU. **Of fp32 these rows are old**: it runs PyTorch's "
-    "own kernels since e473899, and [cpu-epyc](#cpu-epyc) measures that. 16-bit backwards sum delta in a pass of their own "
-    "since 55efbd4, which nothing measures yet.",
-    "fa3-paper-h100": "The portable kernels, which other GPUs run, beside cuDNN, FlashAttention-2 and FlexAttention: head_dim "
-    "64, 128 and 256, 1k to 16k tokens. What an H100 runs by "
+NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the rows. Behind it what else must be known of them
+    "cpu-xeon": "16 bits and fp32 beside PyTorch's own attention on a CPU: {shapes}. **Of fp32 these rows are old**: it runs "
+    "PyTorch's own kernels since e473899, and [cpu-epyc](#cpu-epyc) measures that. 16-bit backwards sum delta in a pass of "
+    "their own since 55efbd4, which nothing measures yet.",
+    "fa3-paper-h100": "The portable kernels, which other GPUs run, beside {peers}: {shapes}. What an H100 runs by "
     "default is Hopper's own: [hopper-fa3-paper-h100](#hopper-fa3-paper-h100).",
-    "fp32-llmc-h100": "fp32 by the portable kernels beside PyTorch's efficient attention: GPT-2's shapes, head_dim 64, causal.",
-    "hopper-beside-cudnn-h100": "Hopper's kernels beside cuDNN alone, shapes of several suites: what [goals](goals.md) "
-    "judges it by. Other rotations than those of the suites by name, so that the same shape may have another figure there.",
-    "hopper-cudnn-cross-h100": f"Hopper's kernels beside {PEERS}: more keys than queries, head_dim 64 (cuDNN's samples).",
-    "hopper-cudnn-cross-h200": "The same on an H200.",
-    "hopper-fa3-paper-h100": f"Hopper's kernels beside {PEERS}: head_dim 64, 128 and 256, 1k to 16k tokens. The first row of "
+    "fp32-llmc-h100": "fp32 by the portable kernels beside {peers}: {shapes} (GPT-2's shapes, llm.c).",
+    "hopper-beside-cudnn-h100": "Hopper's kernels beside {peers}, shapes of several suites: {shapes}. Most are older than the "
+    "suites' own rows, and of other rotations. [Goals](goals.md) takes each shape's newest row, here or there.",
+    "hopper-cudnn-cross-h100": "Hopper's kernels beside {peers}: {shapes} (cuDNN's samples).",
+    "hopper-cudnn-cross-h200": "The same on an H200: {shapes}.",
+    "hopper-fa3-paper-h100": "Hopper's kernels beside {peers}: {shapes} (shapes of FlashAttention-3's paper). The first row of "
     "README's table of speed, and its figure.",
-    "hopper-fa3-paper-h200": "The same on an H200.",
-    "hopper-llmc-h100": f"Hopper's kernels beside {PEERS}: GPT-2's shapes, fp16, head_dim 64, causal (llm.c).",
-    "hopper-llmc-h200": "The same on an H200.",
-    "hopper-mla-h100": f"Hopper's kernels beside {PEERS}: head_dim 192 and values of 128 (DeepSeek).",
-    "hopper-mla-h200": "The same on an H200.",
-    "hopper-models-h200": f"Hopper's kernels beside {PEERS}: training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3.",
-    "hopper-triton-tutorial-h100": f"Hopper's kernels beside {PEERS}: head_dim 64 and 128, 1k to 32k tokens, fp16, causal "
-    "(Triton's tutorial).",
-    "hopper-triton-tutorial-h200": "The same on an H200.",
-    "llmc-h100": "The portable kernels beside everything that was installed: GPT-2's shapes in fp16 and fp32, head_dim 64, "
-    "causal.",
+    "hopper-fa3-paper-h200": "The same on an H200: {shapes}.",
+    "hopper-llmc-h100": "Hopper's kernels beside {peers}: {shapes} (GPT-2's shapes, llm.c).",
+    "hopper-llmc-h200": "The same on an H200: {shapes}.",
+    "hopper-mla-h100": "Hopper's kernels beside {peers}: {shapes} (DeepSeek). **These rows are old**: the forward of 192 "
+    "columns takes tiles of 128 keys since 5515db7, which the next section has, on an H200.",
+    "hopper-mla-h200": "The same on an H200: {shapes}.",
+    "hopper-models-h200": "Hopper's kernels beside {peers}: training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3 "
+    "({shapes}).",
+    "hopper-triton-tutorial-h100": "Hopper's kernels beside {peers}: {shapes} (Triton's tutorial).",
+    "hopper-triton-tutorial-h200": "The same on an H200: {shapes}.",
+    "llmc-h100": "The portable kernels beside {peers}: {shapes} (GPT-2's shapes, llm.c).",
     "companions-h100": "Norms, losses, rotary embeddings and softmax beside torch.compile, Liger and others: "
     "`benchmarks/companions.py`.",
 }  # fmt: skip
@@ -100,9 +109,18 @@ def contents(folder: Path, stems: Iterable[str]) -> str:
         rows = [row for row in read(folder / f"{stem}.csv") if row["device"]]
         devices, days, commits = (sorted({row[name] for row in rows}) for name in ("device", "date", "commit"))
         span = " to ".join(dict.fromkeys((days[0][:10], days[-1][:10])))
-        what = re.split(r": `|\. ", (NOTES | FILES)[stem])[0].removesuffix(".")
+        what = re.split(r": `|\. ", note(folder, stem))[0].removesuffix(".")
         lines.append(f"| [{stem}](#{stem}) | {what} | {', '.join(devices)} | {span} | {', '.join(commits)} |")
     return "\n".join(lines)
+
+
+def note(folder: Path, stem: str) -> str:
+    """What a file's rows are."""
+    text = (NOTES | FILES)[stem]
+    if "{shapes}" not in text:
+        return text
+    results = read_bench(folder / f"{stem}.csv")
+    return text.format(peers=" and ".join(shapes.peers(results).rsplit(", ", 1)), shapes=shapes.told(results))
 
 
 def section(path: Path) -> str:

@@ -187,6 +187,12 @@ def directed_problems() -> Iterator[str]:
 WANTED = {"second": "qkv", "entropy": "qk", "statistics": (*ROW_STATISTICS, "mass"), "watched": ROW_STATISTICS}
 
 
+def direction_of(name: str) -> Direction:
+    """Whatever moves, arrives and is made."""
+    moved, given = "qkv" if name in ("tangent", "second") else "", {"dout"} if name == "second" else ()
+    return Direction(frozenset(moved), frozenset(given), frozenset(WANTED.get(name, ())))
+
+
 def plan_of(job: Job) -> Plan:
     """The plan that holds the kernel of a job."""
     return _plan(replace(job, index=0))
@@ -198,10 +204,7 @@ def _plan(first: Job) -> Plan:
     if not first.variant:
         return backend.forward(problem, device)
     if first.variant in backend.passes:
-        second, wanted = first.variant == "second", WANTED.get(first.variant, ())
-        moved = "qkv" if first.variant in ("tangent", "second") else ""
-        given = Direction(frozenset(moved), frozenset({"dout"} if second else ()), frozenset(wanted))
-        return backend.passes[first.variant].plan(problem, device, given)
+        return backend.passes[first.variant].plan(problem, device, direction_of(first.variant))
     return backend.backward(problem, device, Gradients(dlse=True), cast(Variant, first.variant))
 
 
@@ -222,7 +225,9 @@ def directed_jobs(spelling: str, target: str) -> Iterator[Job]:
     """Every kernel of a problem's passes beyond first derivatives."""
     problem, device = AttentionProblem.parse(spelling), named(target)
     for backend in BACKENDS:
-        for name in () if backend.unsupported(problem, device) else backend.passes:
+        for name, offered in {} if backend.unsupported(problem, device) else backend.passes.items():
+            if offered.unsupported(problem, device, direction_of(name)):
+                continue
             first = Job(backend.name, target, spelling, name, 0)
             calls = enumerate(plan_of(first).calls)
             yield from (replace(first, index=index) for index, call in calls if isinstance(call, KernelCall))

@@ -1,18 +1,18 @@
 """flash-attention 4: the functions of `flash_attn.cute`.
 
 Its rules: windows are numbers, negative ones too, None is unbounded; (out, lse) always, lse None unless it is asked for, -inf
-where a query sees no key; the fourth argument is qv. pack_gqa, min_seqlen_k, disable_scheduler_metadata and num_splits are
-hints that change no result.
+where a query sees no key; the fourth argument is qv. pack_gqa, min_seqlen_k, scheduler_metadata, disable_scheduler_metadata
+and num_splits are hints that change no result.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flashtile.compat.asked import longest, options, refuse
-from flashtile.compat.flash_attn_3 import flash_attn_combine, get_scheduler_metadata
+from flashtile.compat.flash_attn_3 import flash_attn_combine
 from flashtile.compat.flash_attn_cache import saying
 from flashtile.errors import InvalidProblem
 from flashtile.features.scores.softcap import Softcap
@@ -24,6 +24,26 @@ from flashtile.torch.cache.attention import attention_cached
 
 Tensor = torch.Tensor | None
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+
+
+class SchedulerMetadata(NamedTuple):
+    """What stands for theirs: its fields, in its order, which nobody reads."""
+
+    num_m_blocks_ptr: Tensor = None
+    num_splits_dynamic_ptr: Tensor = None
+    virtual_batch_idx_ptr: Tensor = None
+    num_nheads_in_l2_ptr: Tensor = None
+    tile_count_semaphore: Tensor = None
+    cu_total_m_blocks: Tensor = None
+    cu_total_splits_m_blocks: Tensor = None
+    blocks_to_batch_idx: Tensor = None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int, max_seqlen_k: int, nheads: int, nheads_kv: int, headdim: int, num_splits: int, *args: Any, **kwargs: Any
+) -> SchedulerMetadata:
+    """A `scheduler_metadata` that says nothing: nothing is scheduled ahead here."""
+    return SchedulerMetadata()
 
 
 def flash_attn_func(
@@ -63,7 +83,7 @@ def flash_attn_varlen_func(
     _refuse(name, dict(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
         block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-        scheduler_metadata=scheduler_metadata, seqlen_k_per_split=None if cached else seqlen_k_per_split,
+        seqlen_k_per_split=None if cached else seqlen_k_per_split,
     ))  # fmt: skip
     how = _arguments(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
     if cached:
@@ -113,7 +133,6 @@ def _arguments(scale: Any, causal: bool, window_size: Any, sink: Tensor, softcap
 def _refuse(name: str, given: dict[str, Any]) -> None:
     why = {
         "qv": "scores have one product of a query and a key", "gather_kv_indices": "keys are read where they lie",
-        "scheduler_metadata": "kernels make their own schedule",
         "seqlen_k_per_split": "keys are not split", "score_mod": "use flashtile.attention with a score modifier of your own",
         "score_mod_bwd": "use flashtile.attention with a score modifier of your own",
         "mask_mod": "use flashtile.attention with a Predicate of your own",

@@ -48,7 +48,8 @@ class Request:
             raise InvalidProblem(f"there is no architecture; give some of {', '.join(ARCHITECTURES)}.")
         for name in self.architectures:
             if name not in ARCHITECTURES:
-                raise InvalidProblem(f"architecture is {name!r}; it must be one of {', '.join(ARCHITECTURES)}.")
+                known = (f"sm_{d.arch} ({d.name})" for d in NAMED.values() if d.kind == "cuda")
+                raise InvalidProblem(f"architecture is {name!r}; it must be one of {', '.join(known)}.")
 
     @property
     def devices(self) -> list[Device]:

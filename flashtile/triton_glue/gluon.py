@@ -79,11 +79,11 @@ recast: Any = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 
 @gluon.jit
-def abreast(tiles, pair, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A pair of a buffer's tiles, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
-    PAIRS: gl.constexpr = tiles.shape[0] // 2
+def abreast(tiles, place, ROWS: gl.constexpr, COLUMNS: gl.constexpr, COUNT: gl.constexpr = 2):
+    """COUNT of a buffer's tiles, whose rows fill a swizzle, as one tile: that is how its columns would lie."""
+    PLACES: gl.constexpr = tiles.shape[0] // COUNT
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)  # pyright: ignore[reportAssignmentType]
-    return recast(tiles, tiles.dtype, [PAIRS, ROWS, 2 * COLUMNS], SHARED).index(pair)
+    return recast(tiles, tiles.dtype, [PLACES, ROWS, COUNT * COLUMNS], SHARED).index(place)
 
 
 @gluon.constexpr_function
@@ -145,7 +145,7 @@ def add_pairs(a, b):
 
 
 @gluon.constexpr_function
-def _scale_unless_one(columns: int) -> str:
+def _scale_unless_one(columns: int, waits: bool) -> str:
     count = columns // 2  # of a thread: two neighbours of one row, two of another, and so on
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};\n" for i in range(count))
     return f"""{{
@@ -155,6 +155,7 @@ def _scale_unless_one(columns: int) -> str:
         or.pred p, p, q;
         vote.sync.any.pred p, p, 0xffffffff;
         @!p bra.uni done;
+        {"wgmma.wait_group.sync.aligned 0;" if waits else ""}
         {products}done:
     }}"""
 
@@ -166,10 +167,18 @@ def _in_place(columns: int, kind: str, outputs: int = 1, further: int = 1) -> st
 
 
 @gluon.jit
-def scale_unless_one(acc, factor, COLUMNS: gl.constexpr):
-    """acc (64 x COLUMNS, in `matrix_layout`) times its rows' factors: a vote and a jump where those of a warp are all 1."""
+def scale_unless_one(acc, factor, COLUMNS: gl.constexpr, WAITS: gl.constexpr = False):
+    """acc (64 x COLUMNS, in `matrix_layout`) times its rows' factors: a vote and a jump where those of a warp are all 1.
+
+    Where other products are under way it WAITS for them, behind the jump: else ptxas lets none be under way (C7517).
+    """
     return gl.inline_asm_elementwise(
-        _scale_unless_one(COLUMNS), _in_place(COLUMNS, "f"), [acc, factor], dtype=gl.float32, is_pure=False, pack=COLUMNS // 2
+        _scale_unless_one(COLUMNS, WAITS),
+        _in_place(COLUMNS, "f"),
+        [acc, factor],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=COLUMNS // 2,
     )
 
 
@@ -263,6 +272,24 @@ def rebased(p, top, sums, COLUMNS: gl.constexpr):
         _rebased(COLUMNS), _in_place(COLUMNS, "f", 3, 2), [p, top, sums], dtype=(gl.float32, gl.float32, gl.float32),
         is_pure=False, pack=COLUMNS // 2,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _row_products(columns: int) -> str:
+    count, sums = columns // 2, ""
+    for i in range(count):  # four chains: of either row, of even and odd columns
+        own = f"s{i % 4}"
+        sums += f"fma.rn.f32 {own}, ${count + i}, ${2 * count + i}, {own if i > 3 else '0f00000000'};\n"
+    made = "".join(f"mov.f32 ${i}, s{i // 2 % 2 * 2};" for i in range(count))
+    return f"{{ .reg .f32 s<4>;\n{sums}add.f32 s0, s0, s1; add.f32 s2, s2, s3;\n{made} }}"
+
+
+@gluon.jit
+def row_products(a, b, COLUMNS: gl.constexpr):
+    """Of each row's numbers that a thread holds the sum of a times b, a multiply-add each; 64 x COLUMNS, in `matrix_layout`."""
+    return gl.inline_asm_elementwise(
+        _row_products(COLUMNS), _operands(COLUMNS, "=f f f"), [a, b], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
+    )
 
 
 @gluon.constexpr_function
@@ -430,7 +457,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "scale_unless_one",
-    "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3",
-    "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
+    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
+    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

@@ -109,6 +109,25 @@ def one_by_one(function: Callable[..., Any], jobs: Any, ends: float, workers: in
         yield job, made
 
 
+class Caller:
+    """A `processes.Worker` without a process."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def take(self, job: processes.Job) -> None:
+        ((_, self.made),) = one_by_one(self.function, [job], 0.0)
+
+    def is_done(self, _: float) -> bool:
+        return True
+
+    def answer(self) -> Any:
+        return self.made
+
+    def stop(self) -> None:
+        pass
+
+
 def pretend(patch: Any) -> None:
     """Pretend by pytest's monkeypatch; to be undone with it, after leaving `OnTheCpu`."""
     fakes: dict[str, Any] = {
@@ -124,5 +143,6 @@ def pretend(patch: Any) -> None:
     patch.setattr(torch.nn.attention, "sdpa_kernel", wraps(torch.nn.attention.sdpa_kernel)(lambda *_: nullcontext()))
     patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     patch.setattr(processes, "in_processes", one_by_one)
+    patch.setattr(processes, "Worker", Caller)
     patch.setattr(timing, "BURST_MS", 0.0)
     run.device_of.cache_clear()

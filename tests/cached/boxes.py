@@ -21,16 +21,19 @@ Tensors = dict[str, torch.Tensor]
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def draw(seed: int, stored: bool = False, full: bool = False) -> tuple[CachedProblem, Tensors]:
+def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = False) -> tuple[CachedProblem, Tensors]:
     """The problem of a seed, and its tensors by name: in rows and pages that no query may look at, and in no others, NaN.
 
-    stored: its cache is one of 8 bits, with scales or without. full: items end with a page, the longest with its table.
+    stored: its cache is one of 8 bits, with scales or without. full: items end with a page, the longest with its table. latent:
+    values are the first 512 of the keys' 576 columns.
     """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype, size = r.choice((DType.BF16, DType.FP16)), r.choice((0, 8, 16, 64, 256))
     heads_kv, group, batch, seqlen = r.choice((1, 2)), r.choice((1, 3, 4, 8, 40, 70)), r.choice((1, 2)), r.choice((1, 1, 2, 5))
     dim = r.choice((64, 128, 80, 48 if stored else 24))
     dim_v = dim if r.random() < 0.7 else r.choice((64, 128, 32 if stored else 40))
+    if latent:
+        group, dim, dim_v = r.choice((16, 16, 64, 128, 128, 5, 70)), 576, 512
     most = r.choice((60, 300, 300, 500, 500, 500, 2300))
     used = [r.choice((r.randint(0, most), r.randint(1, most), most)) for _ in range(batch)]
     used = [count - count % 128 + 64 for count in used] if full else used  # amid a tile of 128 keys
@@ -46,7 +49,7 @@ def draw(seed: int, stored: bool = False, full: bool = False) -> tuple[CachedPro
     )  # fmt: skip
     kind = TORCH_DTYPES[dtype.value]
     layout = r.choice(("dense", "heads first"))
-    pools = [pool(pages.pages, rows, heads_kv, n, kind, layout) for n in (dim, dim_v)]
+    pools = [pool(pages.pages, rows, heads_kv, n, kind, layout) for n in ((dim,) if latent else (dim, dim_v))]
     table = torch.tensor([r.choice(RUBBISH) for _ in range(batch * columns)], dtype=torch.int32).view(batch, columns)
     free = r.sample(range(pages.pages), pages.pages)
     for i, count in enumerate(used):
@@ -59,12 +62,13 @@ def draw(seed: int, stored: bool = False, full: bool = False) -> tuple[CachedPro
             page = int(table[i, t // size]) if size else i
             for one in pools:
                 one[page, t % rows if size else t] = torch.randn(heads_kv, one.shape[3], generator=generator)
-    tensors = {"q": torch.randn(batch, seqlen, heads, dim, generator=generator).to(kind), "k": pools[0], "v": pools[1]}
+    tensors = {"q": torch.randn(batch, seqlen, heads, dim, generator=generator).to(kind), "k": pools[0]}
+    tensors["v"] = pools[0][..., :dim_v] if latent else pools[1]
     tensors |= {"seqused_k": torch.tensor(used, dtype=torch.int32)}
     tensors |= {"page_table": table} if size else {}
     tensors |= {"sink": torch.randn(heads, generator=generator)} if p.sink is not None else {}
     if not stored:
-        return CachedProblem(p, pages, split), tensors
+        return CachedProblem(p, pages, split, shared=latent), tensors
     kept = Stored(r.choice(tuple(EIGHT_BITS)), r.choice(("", "head")), r.choice(("", "head")))
     for side, scaled in (("k", kept.k_scale), ("v", kept.v_scale)):
         tensors[side] = stored_pool(tensors[side], EIGHT_BITS[kept.dtype])

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import dispatch
 from flashtile.kernels.device import decoding
 from flashtile.kernels.portable import cached
-from flashtile.torch.cache import operator
 from tests.cached.draw import check, draw
 
 
@@ -164,33 +162,39 @@ def test_parts_that_a_program_forms_change_no_bit(monkeypatch: pytest.MonkeyPatc
     for parts in (1, 2, 4):
         planned: list[int] = []
         monkeypatch.setattr(cached, "parts_of", lambda *_, n=parts, planned=planned: planned.append(n) or n)
-        dispatch.plan_cached.cache_clear()
-        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.cache_clear()
         made.append(flashtile.attention_cached(**given, **how, return_lse=True))
         assert planned == [parts]
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-def test_columns_of_the_sum_change_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Of the launch that adds parts up: fewer where multiprocessors are idle."""
+@pytest.mark.parametrize("split", [256, 512])
+def test_the_shape_of_the_sums_programs_changes_no_bit(
+    split: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Of the launch that adds parts up: sums side by side, or fewer columns, where multiprocessors are idle."""
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(2, 3000, 1, 64, generator=generator).half().to(device) for _ in "kv")
     used = torch.tensor([3000, 1400], dtype=torch.int32, device=device)
     q = torch.randn(2, 1, 4, 64, generator=generator).half().to(device)
-    how: dict[str, Any] = dict(seqused_k=used, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    how: dict[str, Any] = dict(seqused_k=used, split=split, return_lse=True, options=flashtile.Options(backend="triton"))
     made: list[tuple[torch.Tensor, ...]] = []
     calls: list[Any] = []
     plain = decoding.combine_call
-    for count in (1, 1000):
+    for count, side_by_side in ((1, 4), (1000, 4), (1000, 2), (1000, 1)):
+        monkeypatch.setattr(decoding, "ABREAST", side_by_side)
 
         def combine(problem: Any, packing: Any, tile: Any, together: int, place: Any, count: int = count) -> Any:
             calls.append(plain(problem, packing, tile, together, replace(place, sm_count=count)))
             return calls[-1]
 
         monkeypatch.setattr(cached, "combine_call", combine)
-        dispatch.plan_cached.cache_clear()
-        operator._CACHED.clear()  # pyright: ignore[reportPrivateUsage]
+        flashtile.cache_clear()
         made.append(flashtile.attention_cached(q, k, v, **how))
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    assert [dict(call.constants)["COLUMNS"] for call in calls] == [64, 32]
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
+    shapes = [(call.grid, dict(call.constants)) for call in calls]
+    assert [(grid, how["PACK"].abreast, how["COLUMNS"]) for grid, how in shapes] == [
+        ((2, 1, 1), 1, 64), ((2, 4, 2), 4, 32), ((2, 4, 2), 2, 32), ((2, 1, 2), 1, 32),
+    ]  # fmt: skip

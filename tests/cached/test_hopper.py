@@ -18,10 +18,13 @@ from tests.judge import FACTOR, FLOOR_ULP, LSE_TOLERANCE, measure_lse
 HOPPER = flashtile.Options(backend="hopper")
 
 
-def run(seed: int, stored: bool, device: torch.device) -> None:
+def run(seed: int, stored: bool, latent: bool, device: torch.device) -> None:
     """Assert the accuracy rule, and that nothing but numbers comes back."""
-    problem, tensors = draw(seed, stored)
-    inputs, how = given(problem, {name: t.to(device) for name, t in tensors.items()})
+    problem, tensors = draw(seed, stored, latent=latent)
+    there = {name: t.to(device) for name, t in tensors.items()}
+    if latent:
+        there["v"] = there["k"][..., : problem.attention.head_dim_v]
+    inputs, how = given(problem, there)
     with torch.no_grad():
         out, lse = flashtile.attention_cached(*inputs, **how, split=problem.split, return_lse=True, options=HOPPER)
         inputs, how = given(problem, cleaned(problem, tensors))
@@ -41,7 +44,15 @@ def run(seed: int, stored: bool, device: torch.device) -> None:
 @pytest.mark.parametrize("first", range(0, 320, 20))
 def test_random_calls(first: int, stored: bool, device: torch.device) -> None:
     for seed in range(first, first + 20):
-        run(seed, stored, device)
+        run(seed, stored, False, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("first", range(0, 320, 20))
+def test_random_calls_of_latents(first: int, device: torch.device) -> None:
+    for seed in range(first, first + 20):
+        run(seed, False, True, device)
 
 
 @pytest.mark.gpu
@@ -72,6 +83,31 @@ def test_an_items_bits_do_not_depend_on_its_batch(keys: int, split: int, heads: 
             assert torch.equal(got, want[items])
 
 
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize(("page", "heads", "split"), [(0, 16, 256), (64, 16, 512), (64, 128, 256), (0, 128, 0)])
+def test_an_items_bits_of_latents_do_not_depend_on_its_batch(page: int, heads: int, split: int, device: torch.device) -> None:
+    """Blocks form more or fewer parts, by the batch."""
+    generator = torch.Generator(device).manual_seed(5)
+    k = torch.randn(64, 1024, 1, 576, generator=generator, device=device, dtype=torch.bfloat16)
+    used = torch.randint(1, 1025, (64,), generator=generator, dtype=torch.int32, device=device)
+    q = torch.randn(64, 2, heads, 576, generator=generator, device=device, dtype=torch.bfloat16)
+
+    def call(items: torch.Tensor) -> list[torch.Tensor]:
+        pool, table = k[items], ()
+        if page:
+            pool = k.view(-1, page, 1, 576)
+            table = (torch.arange(len(pool), dtype=torch.int32, device=device).view(64, -1)[items],)
+        how: dict[str, Any] = dict(causal=True, split=split, return_lse=True, options=HOPPER, seqused_k=used[items])
+        return list(flashtile.attention_cached(q[items], pool, pool[..., :512], *table, **how))
+
+    alone = [torch.cat(some) for some in zip(*(call(torch.tensor([i], device=device)) for i in range(64)), strict=True)]
+    for count in (64, 33, 9):
+        items = torch.randperm(64, generator=generator, device=device)[:count]
+        for got, want in zip(call(items), alone, strict=True):
+            assert torch.equal(got, want[items])
+
+
 def test_what_it_refuses_it_says() -> None:
     problem = next(p for p, _ in map(draw, range(50)) if p.pages.table and p.pages.page_size == 16)
     assert not refusals(problem)
@@ -81,7 +117,7 @@ def test_what_it_refuses_it_says() -> None:
         "keys begin at first_k": replace(problem, pages=replace(problem.pages, first=True)),
         "the cache stores int8": replace(problem, stored=Stored("int8")),
         "rows of the cache have scales": replace(problem, stored=Stored("e4m3", "head", "token")),
-        "values are columns": replace(problem, shared=True),
+        f"values are the first {problem.attention.head_dim_v} of": replace(problem, shared=True),
         "the copy engine cannot read": replace(problem, addressable=False),
         "head_dim is 256": replace(problem, attention=replace(problem.attention, head_dim=256)),
     }

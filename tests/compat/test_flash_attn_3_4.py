@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,7 +210,7 @@ def test_refusals(place: torch.device) -> None:
     for name in dense:
         with pytest.raises(NotSupported, match=f"{name} is given"):
             fa4.flash_attn_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
-    for name in (*dense[:-1], "scheduler_metadata", "seqlen_k_per_split"):
+    for name in (*dense[:-1], "seqlen_k_per_split"):
         with pytest.raises(NotSupported, match=f"{name} is given"):
             fa4.flash_attn_varlen_func(q, k, v, **{name: (q,)})  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotSupported, match="padded queries have padded keys"):
@@ -251,12 +252,19 @@ def test_chunks_are_their_mask(causal: bool, place: torch.device) -> None:
 
 
 def test_metadata_is_asked_for_as_theirs_is() -> None:
-    """By position: in decoding loops cache_seqlens is the seventh."""
+    """By position: in decoding loops of version 3 cache_seqlens is the seventh; version 4 has other arguments, and a tuple."""
     lengths = torch.tensor([3, 4, 5, 6, 7], dtype=torch.int32)
-    for module in (fa3, fa4):
-        made = module.get_scheduler_metadata(5, 1, 64, 4, 2, 16, lengths, torch.bfloat16, headdim_v=16, causal=True)
-        assert (made.dtype, made.shape) == (torch.int32, (8,))
-        assert torch.equal(module.get_scheduler_metadata(5, 1, 64, 4, 2, 16, cache_seqlens=lengths), made)
+    made = fa3.get_scheduler_metadata(5, 1, 64, 4, 2, 16, lengths, torch.bfloat16, headdim_v=16, causal=True)
+    assert (made.dtype, made.shape) == (torch.int32, (8,))
+    assert torch.equal(fa3.get_scheduler_metadata(5, 1, 64, 4, 2, 16, cache_seqlens=lengths), made)
+    told = dict(
+        max_seqlen_q=3, max_seqlen_k=20, nheads=4, nheads_kv=2, headdim=16, num_splits=1, causal=True, seqused_k=lengths
+    )
+    assert fa4.get_scheduler_metadata(**told).tile_count_semaphore is None
+    assert fa4.get_scheduler_metadata(3, 20, 4, 2, 16, 3, headdim_v=16)._fields[0] == "num_m_blocks_ptr"
+    q, k, v = (torch.randn(2, n, 2, 16) for n in (3, 20, 20))
+    call = partial(fa4.flash_attn_varlen_func, q, k, v, seqused_k=lengths[:2], causal=True)
+    assert torch.equal(call(scheduler_metadata=fa4.get_scheduler_metadata(**told))[0], call()[0])
 
 
 def test_version_4_reads_pages_and_padded_keys(place: torch.device) -> None:

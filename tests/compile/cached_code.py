@@ -49,7 +49,7 @@ SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is
     "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
     "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
 }  # fmt: skip
-HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {
+HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # values are columns of keys where these have 576
     "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512, None),
     "hopper pages": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, None),
     "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
@@ -58,6 +58,14 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {
     "hopper alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(1, 8192, 1, False), 256, None),
     "hopper e4m3 alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
     "hopper folds": ("attention(q=64x1x32x128,kv=8192x8x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
+    "hopper latent 16": ("attention(q=64x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 256, None),
+    "hopper latent 128": ("attention(q=64x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 0, None),
+    "hopper latent alone": (
+        "attention(q=64x1x128x576,kv=4096x1x512,fp16,band=100:0,sink=128:bf16,used=k)",
+        Pages(64, 4096, 1, False),
+        0,
+        None,
+    ),
     "hopper e5m2": ("attention(q=8x4x8x64,kv=4096x8x48,fp16,used=k)", Pages(8, 4096, 1, False), 0, Stored("e5m2")),
 }
 TARGETS = ("sm80", "sm90")
@@ -78,7 +86,8 @@ def main() -> None:
             problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
             plans[name] = backend_named("triton").cached(problem, device)
         for name, (spelling, pages, split, stored) in HOPPER.items() if target == "sm90" and not others else ():
-            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored)
+            p = AttentionProblem.parse(spelling)
+            problem = CachedProblem(p, pages, split, stored, p.head_dim == 576)
             plans[name] = backend_named("hopper").cached(problem, device)
         for name, plan in plans.items():
             for call in plan.calls:

@@ -1,6 +1,6 @@
 """Compiles the Hopper forward of each spelling, or its backward behind "backward:" (where dv has a pass of its own, that
-one behind "backward-dv:"), of the split one the pass over keys behind "split:" and that over queries behind "queries:", and
-prints, as JSON, what test_hopper.py judges.
+one behind "backward-dv:"), of the split one the pass over keys behind "split:" and that over queries behind "queries:", or
+forward mode behind "tangent." and what moves, and prints, as JSON, what test_hopper.py judges.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from flashtile.audit.hazards import overwritten_operands
 from flashtile.kernels.sm90.backend import BACKEND
 from flashtile.kernels.sm90.host.choose_forward import choose_forward
 from flashtile.kernels.sm90.host.tile_forward import forward_shared_bytes
-from flashtile.plan.backend import Gradients
+from flashtile.kernels.sm90.tangent.plan import plan_tangent, refusals
+from flashtile.plan.backend import Direction, Gradients
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
@@ -25,7 +26,13 @@ for argument in sys.argv[1:]:
     direction, _, spelling = argument.rpartition(":attention")
     spelling = f"attention{spelling}" if direction else argument
     problem = AttentionProblem.parse(spelling)
-    if direction:
+    if direction.startswith("tangent."):
+        moves = Direction(frozenset(direction.removeprefix("tangent.")))
+        assert BACKEND.unsupported(problem, H100) + refusals(problem, H100, moves) == []
+        plan = plan_tangent(problem, H100, moves)
+        (call,) = plan.calls
+        assert isinstance(call, KernelCall)
+    elif direction:
         variant = "split" if direction in ("split", "queries") else "fused"
         assert BACKEND.unsupported(problem, H100, variant) == []
         plan = BACKEND.backward(problem, H100, Gradients(), variant)

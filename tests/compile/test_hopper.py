@@ -244,6 +244,37 @@ def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, A
             assert max(loop["turns"]) < min(loop["waits"])
 
 
+# Forward mode: what moves, instructions of a step without a mask, its products' instructions, bytes of spills around the loops.
+TANGENTS = {
+    "q, 64": (f"tangent.q:{spell(64, ',band=:0')}", 707, 24, 0), "qkv, 64": (f"tangent.qkv:{spell(64, '')}", 765, 36, 0),
+    "q, 128": (f"tangent.q:{spell(128, '')}", 552, 24, 28), "qkv, 128": (f"tangent.qkv:{spell(128, ',band=:0')}", 591, 36, 0),
+}  # fmt: skip
+TANGENTS_FEW = ["q, 64", "qkv, 128"]
+
+
+@pytest.fixture(scope="module")
+def tangents(compiled: Compiled, whole: bool) -> dict[str, dict[str, Any]]:
+    some = (asked for name, (asked, *_) in TANGENTS.items() if (name in TANGENTS_FEW) != whole)
+    return {found["spelling"]: found for found in compiled("hopper_code.py", *some)}
+
+
+@pytest.mark.parametrize("name", some_whole(TANGENTS, TANGENTS_FEW))
+def test_forward_mode_multiplies_in_one_go(tangents: dict[str, dict[str, Any]], name: str) -> None:
+    """Every product of a step is under way before the first exponential, and the wait for scores alone stands before these."""
+    asked, length, products, spilled = TANGENTS[name]
+    found = tangents[asked]
+    assert (found["overwritten"], found["idle_barriers"], found["serialised"]) == ([], [], [])
+    assert found["spill_bytes"] <= spilled
+    assert found["shared_bytes"] <= H100.smem_bytes
+    steps = [loop for loop in found["loops"] if loop["products"] == products and loop["length"] < 1.1 * length]
+    assert len(steps) == 2, [(loop["length"], loop["products"]) for loop in found["loops"]]
+    for loop in steps:
+        assert loop["spills"] == 0
+        values, _, scores, slopes = loop["waits"]
+        assert values < scores < min(loop["exponentials"])
+        assert max(loop["exponentials"]) < slopes
+
+
 # Under the newest Triton: a forward of each way to divide the rows, both kinds of the backward's passes, and a feature.
 NEWEST_FEW = (
     spell(64, ",band=:0"),
@@ -251,6 +282,7 @@ NEWEST_FEW = (
     spell(192, NARROW),
     f"backward:{spell(128, BIAS)}",
     f"queries:{spell(96, '')}",
+    f"tangent.qkv:{spell(64, ',band=:0')}",
 )
 NEWEST_OTHERS = (
     spell(256, ",band=:0"), spell(128, ""), spell(192, ""), f"backward:{spell(128, '')}", f"queries:{spell(128, '')}",

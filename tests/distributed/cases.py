@@ -103,6 +103,7 @@ PACKED: dict[str, tuple[torch.Tensor, Told]] = {
     "packed dropout": (PART, lambda t, cut: {"causal": True, "sink": t["sink"], "dropout": Dropout(0.4, 77)}),
     "packed both sides": (PART, lambda t, cut: {"window": (5, 3), "score": (Softcap(2.0),)}),
 }
+BY_DOCUMENT = ("packed", "packed causal", "packed window")  # what layout "documents" takes
 WITHOUT = {
     ("ulysses", "bias"),
     *((method, name) for method in ("allgather", "ring") for name in ("alibi of all", "dilated", "packed dropout")),
@@ -140,7 +141,7 @@ OF_MORE = ("packed causal", "packed both sides", "window", "sink", "alibi", "doc
 def cases(ranks: int) -> Iterator[Case]:
     """Two ranks run all; more ranks all layouts of causal order, and what asks more of them than of two."""
     for case in all_cases():
-        more = case.layout == "zigzag" and case.feature in OF_MORE and case.heads_kv != 8
+        more = (case.layout == "zigzag" and case.feature in OF_MORE and case.heads_kv != 8) or case.layout == "documents"
         if ranks == 2 or more or case.feature in ("causal", "dropout"):
             yield case
 
@@ -154,6 +155,9 @@ def all_cases() -> Iterator[Case]:
             if (method, feature) not in WITHOUT:
                 yield Case(method, layout, feature)
         yield Case(method, "zigzag", "packed causal", torch.bfloat16, lse=False)
+        for feature in BY_DOCUMENT if method == "allgather" else ():
+            yield Case(method, "documents", feature)
+            yield Case(method, "documents", feature, torch.bfloat16, heads_kv=2, lse=False)
         for heads_kv, feature in ((1, "causal"), (2, "documents"), (8, "window")):
             yield Case(method, "zigzag", feature, heads_kv=heads_kv, lse=False)
         yield Case(method, "contiguous", "causal", seqlen_q=16)
@@ -190,18 +194,19 @@ def over_ranks(case: Case, d: Data, context: Context) -> dict[str, torch.Tensor]
     told, starts, call = asked(case)
     given, axis = [*leaves[:3], d.dout, d.dlse], 0 if starts else 1
     given = [t[0] for t in given] if starts else given
-    local = [shard(t, context, axis).detach().requires_grad_() for t in given[:3]]
+    documents = starts[0] if starts else None
+    local = [shard(t, context, axis, cu_seqlens=documents).detach().requires_grad_() for t in given[:3]]
     how = told(d.known(leaves), lambda t, dim: shard(t.to(d.q.device), context, dim))
     made = call(distributed)(
         *local, *(t.to(d.q.device) for t in starts), context=context, return_lse=case.lse, options=case.options, **how
     )
-    weights = shard(given[3], context, axis), shard(given[4], context, axis + 1)
-    found = results(made if case.lse else (made,), [*local, *leaves[3:]], weights, d.names)
+    weights = [shard(t, context, dim, cu_seqlens=documents) for t, dim in ((given[3], axis), (given[4], axis + 1))]
+    found = results(made if case.lse else (made,), [*local, *leaves[3:]], tuple(weights), d.names)
     for name, tensor in found.items():
         if name in ("dslopes", "dbias", "dsink"):
             torch.distributed.all_reduce(tensor, group=context.group)
         else:
-            found[name] = unshard(tensor, context, axis + (name == "lse"))
+            found[name] = unshard(tensor, context, axis + (name == "lse"), cu_seqlens=documents)
     return found
 
 

@@ -148,6 +148,8 @@ def helpers_refuse_what_has_no_meaning() -> None:
         (lambda: unshard(torch.zeros(2, 3), context, dim=2 if rank == 1 else 1), "dim is 2"),
         (lambda: shard(torch.zeros(2, 8), context, dim=2), "dim is 2"),
         (lambda: document_ids([0, 4], context), "cu_seqlens is a list"),  # pyright: ignore[reportArgumentType]
+        (lambda: shard(torch.zeros(2, 8), Context(layout="documents")), "cu_seqlens is None; layout 'documents' needs"),
+        (lambda: unshard(torch.zeros(2, 8), Context(layout="documents")), "cu_seqlens is None; layout 'documents' needs"),
         (lambda: document_ids(torch.zeros(0, dtype=torch.int32), context), r"cu_seqlens is torch.int32 \(0,\)"),
         (lambda: position_ids(-8, context), "seqlen is -8"),
         (lambda: position_ids(8.0, context), "seqlen is 8.0"),  # pyright: ignore[reportArgumentType]
@@ -248,6 +250,7 @@ def contexts_without_meaning() -> None:
         ({"method": "tree"}, "context method is 'tree'"),
         ({"layout": "head-tail"}, "context layout is 'head-tail'"),
         ({"method": "allgather", "layout": "striped"}, "'zigzag', which is as balanced"),
+        ({"method": "ulysses", "layout": "documents"}, "'ulysses' and layout 'documents'; it must be 'allgather'"),
     ]
     for arguments, words in meaningless:
         with pytest.raises(InvalidProblem, match=words):
@@ -288,6 +291,12 @@ def shards_come_back() -> None:
     chunks = 2 * dist.get_world_size()
     pair = [dist.get_rank(), chunks - 1 - dist.get_rank()]  # TransformerEngine's order
     assert position_ids(chunks, Context(layout="zigzag")).tolist() == pair
+    context, tokens = Context(layout="documents"), torch.arange(2 * 29).view(2, 29)
+    part = shard(tokens, context, pad=-1, cu_seqlens=(starts := torch.tensor([0, 10, 29])))
+    assert torch.equal(unshard(part, context, seqlen=29, cu_seqlens=starts), tokens)
+    assert torch.equal(document_ids(CU, context), shard(IDS, context, 0, cu_seqlens=CU))
+    within = torch.arange(SEQLEN) - CU[IDS.long()]
+    assert torch.equal(position_ids(SEQLEN, context, cu_seqlens=CU), shard(within, context, 0, cu_seqlens=CU))
 
 
 def gathered_keys_give_one_process_bits() -> None:
@@ -382,6 +391,12 @@ def documents_that_cannot_be_are_refused() -> None:
     for method in ("allgather", "ring"):
         with pytest.raises(NotSupported, match="dropout of packed documents"):
             attention_varlen(*given, cu, context=Context(method=method), dropout=Dropout(0.1))
+    with pytest.raises(NotSupported, match="layout 'documents' with a band that looks ahead"):
+        attention_varlen(*given, cu, context=Context(layout="documents"), window=(2, 1))
+    with pytest.raises(NotSupported, match="layout 'documents' without cu_seqlens; attention_varlen takes them"):
+        attention(*shards(), context=Context(layout="documents"), causal=True)
+    with pytest.raises(NotSupported, match="dropout of packed documents"):
+        attention_varlen(*given, cu, context=Context(layout="documents"), causal=True, dropout=Dropout(0.1))
     with pytest.raises((InvalidProblem, NotSupported), match=r"q has shape .* \(total / ranks, heads, head_dim\)"):
         attention_varlen(*shards(), cu, context=Context())
 
@@ -392,11 +407,12 @@ def padding_may_hold_nan() -> None:
     packed = [t[0].masked_fill((torch.arange(SEQLEN) >= 20)[:, None, None], torch.nan) for t in (d.q, d.k, d.v)]
     for window in ((9, 0), (9, 2)):
         expected = flashtile.attention_varlen(d.q[0], d.k[0], d.v[0], starts, window=window)
-        for method in METHODS:
-            context = Context(method=method, layout="zigzag")
-            local = [shard(t, context, 0).requires_grad_() for t in packed]
+        looks_ahead = window[1] > 0
+        for method, layout in [*((method, "zigzag") for method in METHODS), *[("auto", "documents")] * (not looks_ahead)]:
+            context = Context(method=method, layout=layout)  # pyright: ignore[reportArgumentType]
+            local = [shard(t, context, 0, cu_seqlens=starts).requires_grad_() for t in packed]
             out = attention_varlen(*local, starts, context=context, window=window)
-            torch.testing.assert_close(unshard(out, context, 0), expected)
+            torch.testing.assert_close(unshard(out, context, 0, cu_seqlens=starts), expected)
             assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), local))
     used = torch.tensor([29, 10], dtype=torch.int32)
     beyond = (torch.arange(SEQLEN) >= used[:, None])[..., None, None]

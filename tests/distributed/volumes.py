@@ -153,15 +153,14 @@ def degrees_of_diffusers() -> None:
 
 @contextmanager
 def counted() -> Generator[list[int]]:
-    """The bytes of each all-to-all that leave this rank, and that nothing else is sent but what ranks agree on."""
-    sent, before, rank = list[int](), dist.all_to_all_single, dist.get_rank()
+    """The bytes of each exchange that leave this rank, and that nothing else is sent but what ranks agree on."""
+    sent, before = list[int](), dist.batch_isend_irecv
 
-    def counting(output: torch.Tensor, given: torch.Tensor, outputs: Any = None, inputs: Any = None, **how: Any) -> Any:
-        rows = inputs or [len(given) // dist.get_world_size()] * dist.get_world_size()
-        sent.append((sum(rows) - rows[rank]) * given[:1].numel() * given.element_size() if len(given) else 0)
-        return before(output, given, outputs, inputs, **how)
+    def counting(operations: list[dist.P2POp]) -> Any:
+        sent.append(sum(of.tensor.nbytes for of in operations if of.op is dist.isend))
+        return before(operations)
 
-    with patch.object(dist, "all_to_all_single", counting), patch.object(dist, "batch_isend_irecv", None):
+    with patch.object(dist, "batch_isend_irecv", counting), patch.object(dist, "all_to_all_single", None):
         yield sent
 
 

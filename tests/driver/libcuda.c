@@ -55,6 +55,11 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
   return 0;
 }
 
+static FILE *opened(const char *variable) {
+  const char *path = getenv(variable);
+  return path ? fopen(path, "a") : NULL;
+}
+
 static int parameters_of(const char *name) {
   const char *text = getenv("PARAMETERS");
   char word[100];
@@ -68,7 +73,8 @@ static size_t captured_bytes;
 static FILE *capturing;
 
 static int record(const void *function, const uint32_t *config, unsigned shared_bytes, void **parameters, int captures) {
-  FILE *file = captures ? capturing : fopen(getenv("LAUNCHES"), "a");
+  FILE *file = captures ? capturing : opened("LAUNCHES");
+  if (!file) return 0;
   fprintf(file, "%s %u %u %u %u %u", (const char *)function, config[0], config[1], config[2], config[3], shared_bytes);
   for (int i = 0, count = parameters_of(function); i < count; i++) {
     uint32_t word;
@@ -138,9 +144,9 @@ int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long lo
 int cuGraphDestroy(void *graph) { free(graph); return 0; }
 int cuGraphExecDestroy(void *executable) { free(executable); return 0; }
 int cuGraphLaunch(void *executable, void *stream) {
-  FILE *file = fopen(getenv("LAUNCHES"), "a");
-  fputs(executable, file);
-  return fclose(file) || fails("cuGraphLaunch");
+  FILE *file = opened("LAUNCHES");
+  if (file) fputs(executable, file);
+  return (file && fclose(file)) || fails("cuGraphLaunch");
 }
 
 int cuMemsetD2D32Async(uint64_t at, size_t pitch, unsigned value, size_t width, size_t height, void *stream) {

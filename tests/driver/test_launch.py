@@ -111,6 +111,13 @@ def test_calls_that_are_known_run_from_their_inputs_alone(tmp_path: Path) -> Non
 
 @on_cpu
 @compiler
+def test_outputs_are_written_where_a_caller_has_them_alone_where_they_fit(tmp_path: Path) -> None:
+    found = [ast.literal_eval(line) for line in printed(tmp_path, "into")]
+    assert found == [("rows", True, True), ("heads", False, False), ("dtype", False, False), ("address", False, False)]
+
+
+@on_cpu
+@compiler
 def test_calls_find_on_disk_what_warm_compiled(tmp_path: Path) -> None:
     *counts, found = printed(tmp_path, "warmed")
     expected = (1, 1, 0), (4, 3, 1), (4, 0, 4)  # a forward, both, both again

@@ -1,10 +1,10 @@
 """Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
 
-python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false}' ...
+python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false, "latent": false}' ...
 
-A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones: pages, lengths, a
-window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none are rubbish, and so is
-scratch that was not written. Parts are added up by PyTorch.
+A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones, over one of `latent`
+keys: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none
+are rubbish, and so is scratch that was not written. Parts are added up by PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.hopper.emulated import error, poisoned, report
 
 # isort: split
 from flashtile.kernels.sm90.cached.plan import plan_cached
-from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, refusals
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, candidates, refusals
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
@@ -30,7 +30,10 @@ from flashtile.torch.execute.bound import Bound
 from tests.cached.boxes import Tensors, cleaned, draw, given
 
 TILES = tuple(CachedLaunch(block_k, stages) for block_k in (64, 128) for stages in (2, 3))
-STORED_TILES = tuple(CachedLaunch(block_k, stages) for block_k, stages in ((64, 3), (32, 2), (128, 2)))
+STORED_TILES = tuple(
+    CachedLaunch(block_k, stages, places=places)
+    for block_k, stages, places in ((64, 3, 0), (64, 3, 2), (32, 2, 0), (32, 2, 1), (128, 2, 0), (128, 2, 2), (64, 2, 3))
+)
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
@@ -59,12 +62,12 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
 
 def assess(case: Any) -> dict[str, Any]:
     """The errors of a case's results."""
-    seed, stored = case["seed"], case["stored"]
-    problem, tensors = draw(seed, stored, case["full"])
+    seed, stored, latent = case["seed"], case["stored"], case["latent"]
+    problem, tensors = draw(seed, stored, case["full"], latent)
     assert not refusals(problem), refusals(problem)
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
-    tiles = STORED_TILES if stored else TILES
+    tiles = candidates(problem) if latent else STORED_TILES if stored else TILES
     launch = tiles[seed % len(tiles)]
     plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)
     buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)

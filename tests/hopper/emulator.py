@@ -50,8 +50,9 @@ def strips(tile: Memory, rows: int) -> Memory:
     return Memory(tile.tensor.view(down, rows, across, 64).permute(2, 0, 1, 3).reshape(-1, rows, 64))
 
 
-def abreast(tiles: Memory, pair: Any, rows: int, columns: int) -> Memory:
-    return Abreast(tiles.tensor[2 * int(pair) : 2 * int(pair) + 2].view(2, rows, columns))
+def abreast(tiles: Memory, place: Any, rows: int, columns: int, count: int = 2) -> Memory:
+    first = count * int(place)
+    return Abreast(tiles.tensor[first : first + count].view(count, rows, columns))
 
 
 def named_arrive(number: int, threads: int) -> tuple[NamedBarrier, int]:
@@ -173,6 +174,11 @@ def rebased(p: torch.Tensor, top: torch.Tensor, sums: torch.Tensor, columns: int
     return p * torch.exp2(-power), top + power, sums
 
 
+def row_products(a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor:
+    made = (a * b).reshape(a.shape[0], columns // 8, 4, 2).sum((1, 3))  # four lanes hold a row
+    return made[:, None, :, None].expand(-1, columns // 8, -1, 2).reshape(a.shape)
+
+
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.device.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -204,7 +210,8 @@ def install(seed: int = 0) -> None:
         role_barrier=lambda: None,
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
-        scale_unless_one=lambda acc, factor, columns: acc * factor,
+        row_products=row_products,
+        scale_unless_one=lambda acc, factor, columns, waits=False: acc * factor,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,

@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results are rounded to 2e-3 each
 
 
-@pytest.mark.parametrize(("first", "count", "stored", "full"), [
-    (0, 20, False, False), (20, 20, False, False), (0, 20, True, False), (40, 8, False, True),
+@pytest.mark.parametrize(("first", "count", "stored", "full", "latent"), [
+    (0, 20, False, False, False), (20, 20, False, False, False), (0, 20, True, False, False), (40, 8, False, True, False),
+    (0, 24, False, False, True), (40, 8, False, True, True),
 ])  # fmt: skip
-def test_random_calls(first: int, count: int, stored: bool, full: bool) -> None:
-    cases = [json.dumps({"seed": seed, "stored": stored, "full": full}) for seed in range(first, first + count)]
+def test_random_calls(first: int, count: int, stored: bool, full: bool, latent: bool) -> None:
+    what = {"stored": stored, "full": full, "latent": latent}
+    cases = [json.dumps({"seed": seed, **what}) for seed in range(first, first + count)]
     command = [sys.executable, "-m", "tests.hopper.emulated_cached", *cases]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

@@ -215,3 +215,14 @@ def test_nothing_that_nobody_asked_for_is_searched_by_jaxs_checks(check: Any) ->
         assert not dot_product_attention_varlen(Q[0], K[0], V[0], *items).any()
         same(cross_entropy(hidden, ignored), loss)
     assert (dot_product_attention(Q, K, V, key_value_seq_lengths=none, return_residual=True)[1][0] == -jnp.inf).all()
+
+
+def test_a_bias_of_minus_infinity_over_a_row_gives_0_and_no_nan() -> None:
+    """jax.nn gives NaN there, in out and in every gradient."""
+    bias = jnp.zeros((1, 1, 8, 8)).at[..., 5, :].set(-jnp.inf)
+    out, lse = dot_product_attention(Q, K, V, bias=bias, return_residual=True)
+    assert (out[:, 5] == 0).all()
+    assert (lse[:, 5] == -jnp.inf).all()
+    gradients = jax.grad(lambda *given: (dot_product_attention(*given[:3], bias=given[3]) ** 2).sum(), (0, 1, 2, 3))(Q, K, V, bias)
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+    assert (gradients[0][:, 5] == 0).all()

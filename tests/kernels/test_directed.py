@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Bias, NotSupported, Options, Score, Softcap
+from flashtile import Bias, NotSupported, Options, Score, Softcap, dispatch
+from flashtile.kernels.portable.directed import plan_second
+from flashtile.kernels.portable.tile import Launch, products
 from flashtile.reference.attention import attention_plain
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.directed import second_derivatives, tangents
@@ -87,6 +89,27 @@ def test_any_direction(shard: int, device: torch.device) -> None:
         found = asked(case, seed, torch.float32, device, "triton").results()
         exact = asked(case, seed, torch.float64, torch.device("cpu"), "cpu").results()
         assert len(found) == len(exact)
+        for one, truth in zip(found, exact, strict=True):
+            error = (one.double().cpu() - truth).abs().max() if truth.numel() else 0.0
+            assert error <= 1e-5 * (1.0 + truth.abs().max()), f"{seed}: {case}" if truth.numel() else ""
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_scores_of_queries_by_keys(shard: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The pass over keys, upright."""
+    plan_pass = dispatch.plan_pass
+
+    def plan(name: str, problem: Any, device: Any, direction: Any, backend: Any) -> Any:
+        if name != "second" or backend != "triton":
+            return plan_pass(name, problem, device, direction, backend)
+        tile = Launch(16, 32, products=products(problem, device, "second_keys"), upright=True)
+        return plan_second(problem, device, direction, {"second_keys": tile})
+
+    monkeypatch.setattr(dispatch, "plan_pass", plan)
+    for seed in range(DRAWS + shard, DRAWS + 64, SHARDS):
+        case = portable(seed)
+        found = asked(case, seed, torch.float32, device, "triton").results()
+        exact = asked(case, seed, torch.float64, torch.device("cpu"), "cpu").results()
         for one, truth in zip(found, exact, strict=True):
             error = (one.double().cpu() - truth).abs().max() if truth.numel() else 0.0
             assert error <= 1e-5 * (1.0 + truth.abs().max()), f"{seed}: {case}" if truth.numel() else ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Bias, Dropout, Options, dispatch
+from flashtile import Bias, Document, Dropout, Options, dispatch
 from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.judge import FACTOR
 
@@ -88,6 +88,31 @@ def test_products_of_a_million_are_softmax_s_backward_too(
     for name, mine, true in zip(("out", "dq", "dk", "dv"), made, exact, strict=True):
         error, largest = (mine.double() - true).abs().max().item(), true.abs().max().item()
         assert error <= 2 * torch.finfo(dtype).eps * largest, (name, error, largest)
+
+
+@pytest.mark.parametrize(("backend", "backward"), FORMS, ids=["cpu", "split", "fused", "hopper"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_key_gives_its_value_whatever_its_score(
+    backend: str, backward: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU subtracts a rounded maximum of 10^6, so that its weight is not 1; delta is dp all the same, unmended."""
+    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
+    for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
+        function.cache_clear()
+    _CALLS.clear()
+    torch.manual_seed(0)
+    place = device_for(backend)
+    q, k, v, dout = (torch.randn(1, 100, heads, 64, device=place) for heads in (4, 2, 2, 4))
+    q, k = (x.round().clamp(-1, 1) * 128 for x in (q, k))
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    ids = torch.arange(100, device=place)[None].int()
+    options = Options(backend=backend, backward=backward)  # pyright: ignore[reportArgumentType]
+    out = flashtile.attention(*leaves, mask=Document(ids), scale=16.0, options=options)
+    dq, dk, _ = torch.autograd.grad(out, leaves, dout.to(dtype))
+    value = leaves[2].repeat_interleave(2, 2)
+    assert torch.equal(out, value)
+    products = (dout.abs() * value.float().abs()).sum(-1).max().item()
+    assert max(dq.abs().max().item(), dk.abs().max().item()) <= 2.0**-17 * products * 128 * 16
 
 
 def test_a_row_that_minus_infinity_hides_gives_zero() -> None:

@@ -292,7 +292,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "tensor": (call(mask=torch.ones(8, 8)), "mask is a Tensor; it must be a flashtile mask such as Band"),
     "and": (call(mask=None, causal="x"), "causal is 'x'; it must be True or False"),
     "causal": (call(mask=Dilated(2), causal=1), "causal is 1; it must be True or False"),
-    "step": (lambda: Dilated(0), "dilated step is 0; it must be a positive int"),
+    "step": (lambda: Dilated(0), "dilated step is 0; it must be a positive int below 2**31."),
+    "step-wide": (lambda: Dilated(2**31), "dilated step is 2147483648; it must be a positive int below 2**31."),
     "ids": (lambda: Document([1, 2]), "document queries are list; they must be a tensor (seqlen,) or (batch, seqlen)"),
     "ids-batch": (
         call(mask=Document(IDS.expand(3, 8))),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile import Band, Document, KeyPadding, Options, attention
+from flashtile import Band, Bias, Document, KeyPadding, Options, Softcap, attention
 from flashtile.problem.attention import PRECISIONS, Precision
 from flashtile.problem.mask import make_mask
 from flashtile.problem.options import Variant
@@ -67,6 +67,36 @@ def test_queries_that_see_nothing(
     got = run(backend, case, dirty)
     assert_same(case, got, run_clean(backend, case, place))
     assert (got["dq"][:, :35] == 0).all()
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_row_without_a_key_is_handed_reaches_nothing(
+    backend: str, place: torch.device, variant: Variant, dtype: torch.dtype, value: float
+) -> None:
+    """Its lse is -inf, and a loss of that may hand NaN or Inf back."""
+    q, k, v = (torch.randn(1, n, 2, 16, device=place).to(dtype).requires_grad_() for n in (16, 8, 8))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, options=Options(backend=backend, backward=variant))
+    assert (out[:, :8] == 0).all()
+    assert (lse[:, :, :8] == -math.inf).all()
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    clean = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    dout[:, :8], dlse[:, :, :8] = value, value
+    dirty = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    for got, exact in zip(dirty, clean, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-5 if variant == "fused" and place.type == "cuda" else 0)
+    assert (dirty[0][:, :8] == 0).all()
+
+
+def test_a_bias_of_minus_infinity_hides_behind_a_softcap_and_not_before_it(backend: str, place: torch.device) -> None:
+    """Before it, the softcap makes a score of minus the cap of it."""
+    q, k, v = (torch.randn(1, 16, 2, 16, device=place) for _ in "qkv")
+    bias = torch.zeros(1, 1, 16, 16, device=place)
+    bias[:, :, 5] = -math.inf
+    options = Options(backend=backend)
+    assert (attention(q, k, v, score=(Softcap(5.0), Bias(bias)), options=options)[:, 5] == 0).all()
+    seen = attention(q, k, v, score=(Bias(bias), Softcap(5.0)), options=options)[:, 5]
+    torch.testing.assert_close(seen, v.mean(1))
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -10,7 +10,22 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, Band, Bias, Document, InvalidProblem, Mass, NotSupported, Options, Softcap, Statistics, qk_clip
+from flashtile import (
+    Alibi,
+    Band,
+    Bias,
+    Document,
+    InvalidProblem,
+    Mass,
+    NotSupported,
+    Options,
+    Softcap,
+    Statistics,
+    dispatch,
+    qk_clip,
+)  # fmt: skip
+from flashtile.kernels.portable.directed import KEYS, plan_statistics
+from flashtile.kernels.portable.tile import Launch, products
 from flashtile.problem.predicate import normal_form
 from flashtile.reference.attention import holds, positions, visible
 from tests.torch.test_second_order import drawn
@@ -184,6 +199,37 @@ def test_used_lengths(backend: str, device: torch.device) -> None:
         )[1]
         close(found.mass[i, :, :c], alone.mass[0], 1e-5)
         close(found.max_logit[i], alone.max_logit[0], 1e-6)
+
+
+@pytest.mark.parametrize("last", [1, 20, 64])
+@pytest.mark.parametrize("features", ["", "causal", "used", "varlen"])
+def test_mass_by_parts(features: str, last: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A program of more keys than a product has; keys end within a part, queries in more tiles than one."""
+    place = device
+    q, k, v = (t.to(place) for t in sizes(batch=2, seqlen_q=50, seqlen_k=300, head_dim=16))
+    given: dict[str, Any] = {"causal": features == "causal"}
+    if features == "used":
+        for name, some in (("seqused_q", [50, 19]), ("seqused_k", [300, 129])):
+            given[name] = torch.tensor(some, dtype=torch.int32, device=place)
+    if features == "varlen":
+        for name, some in (("cu_seqlens_q", [0, 17, 90, 100]), ("cu_seqlens_k", [0, 200, 200, 590])):
+            given[name] = torch.tensor(some, dtype=torch.int32, device=place)
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+    call = flashtile.attention_varlen if features == "varlen" else flashtile.attention
+    expected = call(q, k, v, **given, returns=Mass(last=last), options=Options(backend="triton"))[1].mass
+    plans = list[Any]()
+
+    def plan(name: str, problem: Any, device: Any, direction: Any, backend: Any) -> Any:
+        assert name == "statistics"
+        tile = Launch(16, 256, products=products(problem, device, KEYS))
+        plans.append(plan_statistics(problem, device, direction, {KEYS: tile}))
+        return plans[-1]
+
+    monkeypatch.setattr(dispatch, "plan_pass", plan)
+    flashtile.cache_clear()
+    found = call(q, k, v, **given, returns=Mass(last=last), options=Options(backend="triton"))[1].mass
+    assert ("PARTS", 2) in plans[0].calls[-1].constants
+    close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("shard", range(2))

@@ -29,7 +29,7 @@ class Dilated(Predicate):
     def __post_init__(self) -> None:
         object.__setattr__(self, "step", plain(self.step))
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 1 <= self.step < 2**31:
-            raise InvalidProblem(f"dilated step is {told(self.step)}; it must be a positive int.")
+            raise InvalidProblem(f"dilated step is {told(self.step)}; it must be a positive int below 2**31.")
 
     def scalars(self) -> tuple[int, ...]:
         return (self.step,)

@@ -20,6 +20,7 @@ SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
 LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us longer (an H200)
 PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
 FEW_PARTS = 4  # places of parts in the code at least, where an item has no more than half of the others
+ABREAST = 4  # sums of parts that warps form side by side, where few programs add many parts up
 SUM_REGISTERS = (128, 160)  # for ptxas else holds few loads under way: of SUM_ELEMENTS, and of twice as many
 SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
 
@@ -35,6 +36,7 @@ class Packing:
     stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
     fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
+    abreast: sums that a program of the sum forms side by side.
     """
 
     heads: int
@@ -51,6 +53,7 @@ class Packing:
     shared: bool = False
     rest: int = 0
     rest_columns: int = 0
+    abreast: int = 1
 
 
 class Seat(NamedTuple):
@@ -129,47 +132,73 @@ def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, 
 def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, batch, group, capacity, left, right,
                    PACK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
                    T: tl.constexpr):  # fmt: skip
-    """The sum of an item's parts: of PARTS of them in order, and of these sums in order, SUMS of which are loaded at a time.
+    """The sum of an item's parts: of PARTS of them in order, and of these sums in order.
 
-    Parts without a key in the band were never written, nor are read.
-    Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
-    out, sink.
+    SUMS of these are formed one after another, PACK.abreast of them by other threads of a program. Parts without a key in
+    the band were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top,
+    total) as `decode_forward` has them; strides of out, sink.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
     SPLIT: tl.constexpr = PACK.split
-    TOKENS: tl.constexpr = T.block_q // HEADS
+    ABREAST: tl.constexpr = PACK.abreast
+    ROWS: tl.constexpr = T.block_q
+    TOKENS: tl.constexpr = ROWS // HEADS
     heads = tl.num_programs(1) // CHUNKS * group
     seat = seat_of(tl.program_id(0), lengths[0], lengths[1], lengths[2], seqlen_q, batch, capacity, TOKENS)
     head_kv, chunk, first = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS, tl.program_id(2) * COLUMNS
-    packed = tl.arange(0, T.block_q)
-    row, member = seat.token + packed // HEADS, chunk * HEADS + packed % HEADS
+    row, member, _ = places(seat, chunk, HEADS, ROWS, ROWS)
     exists = (row < seat.span) & (member < group)
     head = head_kv * group + tl.minimum(member, group - 1)
-    counts = exists & (row < seat.q)
-    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + row
     value = first + tl.arange(0, COLUMNS)
     lo, _, _, hi, _ = tiles_seen(seat.token, seat.q, seat.k, left, right, T.mask.left, T.mask.right, TOKENS, T.block_k, T)
-    rows = empty_rows(T.block_q, COLUMNS, T)
+    a_row, a_member, abreast = places(seat, chunk, HEADS, ROWS, ROWS * ABREAST)
+    counts = (a_row < seat.span) & (a_member < group) & (a_row < seat.q)
+    token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + a_row
+    a_head = head_kv * group + tl.minimum(a_member, group - 1)
+    rows = empty_rows(ROWS, COLUMNS, T)
     if PACK.early:
         await_stream()
-    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS):
-        some = empty_rows(T.block_q, COLUMNS, T)
+    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS * ABREAST):
+        some = empty_rows(ROWS * ABREAST, COLUMNS, T)
         for i in tl.static_range(PARTS * SUMS):  # whose loads are all under way
             if i > 0 and i % PARTS == 0:
                 rows = joined(rows, some, T)
-                some = empty_rows(T.block_q, COLUMNS, T)
-            part = start + i
+                some = empty_rows(ROWS, COLUMNS, T)
+            part = start + abreast * PARTS + i
             there = (part >= lo // SPLIT) & (part * SPLIT < hi) & counts
-            place = (tl.cast(part, tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + head
+            place = (part.to(tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + a_head
             top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
             total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
             acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
                           mask=there[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
             some = joined(some, Rows(acc, top, total), T)
-        rows = joined(rows, some, T)
+        if ABREAST == 1:
+            rows = joined(rows, some, T)
+        else:
+            for which in tl.static_range(ABREAST):
+                rows = joined(rows, one_of(some, which, ABREAST, ROWS, COLUMNS), T)
     rows = scored(rows, T)
-    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, counts, first, COLUMNS, T)
+    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, exists & (row < seat.q),
+          first, COLUMNS, T)  # fmt: skip
+
+
+@jit
+def places(seat, chunk, HEADS: tl.constexpr, ROWS: tl.constexpr, ALL: tl.constexpr):
+    """(query, head of the group, which of the ROWS times that they are repeated) of ALL rows."""
+    number = tl.arange(0, ALL)
+    packed = number % ROWS
+    return seat.token + packed // HEADS, chunk * HEADS + packed % HEADS, number // ROWS
+
+
+@jit
+def one_of(some, which, ABREAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One of the states that lie abreast, which every thread then has, to the bit: the others are added as zeros."""
+    wanted = tl.arange(0, ABREAST) == which
+    acc = tl.where(wanted[:, None, None], tl.reshape(some.acc, (ABREAST, ROWS, COLUMNS)), 0.0)
+    top = tl.where(wanted[:, None], tl.reshape(some.top, (ABREAST, ROWS)), float("-inf"))
+    total = tl.where(wanted[:, None], tl.reshape(some.total, (ABREAST, ROWS)), 0.0)
+    return Rows(tl.sum(acc, 0), tl.max(top, 0), tl.sum(total, 0))
 
 
 @jit
@@ -218,6 +247,14 @@ def loaded_of(problem: CachedProblem, together: int) -> tuple[int, int]:
     return (together, max(1, LOADS // together)) if there == together else (there, 1)
 
 
+def abreast_of(problem: CachedProblem, together: int, tile: Any, device: Device) -> int:
+    """Sums of parts that a program forms side by side, of one query and head: where there are several, and few programs."""
+    p = problem.attention
+    few = p.batch * p.seqlen_q * p.heads_q * (tile.columns_v // SUM_COLUMNS) <= ABREAST * device.sm_count
+    several = 1 < together <= LOADS and problem.splits > together
+    return ABREAST if several and few and not p.lengths.varlen and not tile.wide else 1
+
+
 def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer, ...]:
     """Scratch for (acc, top, total) of so many parts."""
     p = problem.attention
@@ -230,18 +267,20 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
     together, sums = loaded_of(problem, together)
-    packing = Packing(packing.heads, packing.chunks, 1, packing.split, 1, packing.early)  # all that it reads
+    abreast = abreast_of(problem, together, tile, device)
+    heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
+    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast)  # all that it reads
     if not p.lengths.varlen:
-        rows = packing.heads
-        while rows < min(tile.block_q, p.seqlen_q * packing.heads):
+        rows = heads
+        while rows < min(tile.block_q, p.seqlen_q * heads) and abreast == 1:
             rows *= 2
         tile = replace(tile, block_q=rows)
-    tokens = tile.block_q // packing.heads
+    tokens = tile.block_q // heads
     tiles = p.span_q // tokens + p.batch + 1 if p.lengths.varlen else p.batch * -(-p.span_q // tokens)
-    columns = max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q)
+    columns = max(SUM_COLUMNS, SUM_ELEMENTS // tile.block_q if abreast == 1 else 0)
     columns = min(tile.columns_v, columns // (1 + tile.wide))  # float64: half as many
     few = tile.block_q * columns <= 2 * SUM_ELEMENTS and not tile.wide
-    if few and tiles * p.heads_kv * packing.chunks * (tile.columns_v // columns) < device.sm_count:
+    if few and tiles * p.heads_kv * chunks * (tile.columns_v // columns) < device.sm_count:
         columns = min(tile.columns_v, SUM_COLUMNS)  # else multiprocessors are idle
     sink = Pointer("sink") if p.sink is not None else None
     parts = tuple(Pointer(name) for name in ("acc", "top", "total"))
@@ -251,7 +290,7 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
     )  # fmt: skip
     strides = (Strides("out"), (0,) if sink is None else Strides("sink"))
     return KernelCall(
-        decode_combine, (tiles, p.heads_kv * packing.chunks, tile.columns_v // columns),
+        decode_combine, (tiles, p.heads_kv * chunks, tile.columns_v // columns),
         (parts, (Pointer("out"), Pointer("lse")), sink, strides, lengths, p.span_q, p.batch, p.group, problem.pages.capacity,
          p.band.left or 0, p.band.right or 0),
         (("PACK", packing), ("COLUMNS", columns), ("PARTS", together), ("SUMS", sums), ("T", tile)), 4, 1,

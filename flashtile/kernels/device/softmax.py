@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.kernels.device.dropout import dropped
-from flashtile.kernels.device.exponential import LN2, LOG2E, exp, finite
+from flashtile.kernels.device.exponential import FAR, LN2, LOG2E, exp, finite
 from flashtile.kernels.device.product import add_product, free_parts
 from flashtile.kernels.device.score import bent, unit
 from flashtile.kernels.device.stored import as_e4m3
@@ -133,8 +133,25 @@ def add_sink(rows, sink, T: tl.constexpr):
 
 
 @jit
-def finish(rows, T: tl.constexpr):
-    """(out tile, lse in natural units) of a state, as `scored`; a row that saw nothing gives 0 and -inf."""
+def divisor(total, top, DTYPE: tl.constexpr):
+    """What the values of rows are divided by that were weighted with numbers of DTYPE: `total`, the sum of the weights.
+
+    Where the maximum `top` is FAR from 0, `total` as DTYPE holds it. A rounded maximum is taken from a product that is not, so
+    that the largest weight is no longer 1 there. One key that has all the weight then gives its very value: both are rounded
+    alike. Otherwise delta, which is made of out, would not be dp.
+    """
+    far = tl.abs(top) > FAR
+    if DTYPE == tl.float16:  # which holds no larger sums
+        far = far & (total < 32768.0)
+    return tl.where(far, total.to(DTYPE).to(tl.float32), total)
+
+
+@jit
+def finish(rows, T: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """(out tile, lse in natural units) of a state, as `scored`; a row that saw nothing gives 0 and -inf.
+
+    DTYPE: of the weights that values had, where a backward asks what they were rounded by.
+    """
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
     if T.wide:
         out = rows.acc / total[:, None]
@@ -143,6 +160,6 @@ def finish(rows, T: tl.constexpr):
         if T.exact:  # a plain division may be two units off
             out = tl.div_rn(rows.acc, total[:, None])
         else:
-            out = rows.acc / total[:, None]
+            out = rows.acc / divisor(total, rows.top, DTYPE)[:, None]
         lse = rows.top + tl.log2(total) * LN2
     return out, lse

@@ -37,13 +37,13 @@ INTERPRETED: dict[Pass, Launch] = {
     "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32),
 }  # fmt: skip
 # Tiles in order of preference, by pass and by the wider head dim of the tile; the first whose shared memory fits is taken. Of
-# 64 columns the fastest of five (an H200, 2026-11-29: 1 x 8192, 32 heads, full, ms: tangent 2.888, 3.159 with 128 x 64; queries
-# 2.998; keys 6.477, 7.698 with 32 x 128, before rows were loaded at once); the others by spills (sm80, sm90, Triton 3.6.0), not
-# timed yet.
+# 64 columns the fastest of five (an H200, 2026-11-30: 1 x 8192, 32 heads, full, ms: tangent 2.929, 4.079 with 128 x 32; queries
+# 3.008; keys 4.708, 5.119 not upright, 5.398 with 64 x 128), and of 128 the tangent's (16 heads, 3.340; 3.457 with 128 x 64);
+# the others by spills (sm80, sm90, Triton 3.6.0), not timed yet.
 SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
     "tangent": {
         64: (Launch(64, 64, 4, 3, 8), Launch(64, 32, 4, 3, 8), Launch(64, 32, 4, 1, 8)),
-        128: (Launch(128, 64, 8, 2, 8), Launch(128, 32, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(32, 32, 4, 1, 8)),
+        128: (Launch(128, 32, 8, 3, 8), Launch(128, 32, 8, 2, 8), Launch(64, 32, 4, 2, 8), Launch(32, 32, 4, 1, 8)),
         256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_queries": {
@@ -52,7 +52,7 @@ SIXTEEN_BIT: dict[Pass, dict[int, tuple[Launch, ...]]] = {
         256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
     "second_keys": {
-        64: (Launch(64, 128, 8, 3, 8), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
+        64: (Launch(64, 64, 4, 2, 8, upright=True), Launch(32, 64, 8, 2, 8), Launch(32, 64, 8, 1, 8)),
         128: (Launch(32, 128, 8, 3, 8), Launch(32, 64, 8, 1, 8), Launch(32, 32, 4, 1, 8), Launch(16, 16, 4, 1, 8)),
         256: (Launch(32, 32, 8, 1, 8), Launch(16, 16, 4, 1, 8)),
     },
@@ -175,9 +175,11 @@ LIGHT: dict[tuple[Pass, int], Launch] = {
     (ROWS, 64): Launch(128, 64, 4, 3, 8), (ROWS, 128): Launch(128, 64, 8, 3, 8), (ROWS, 256): Launch(64, 32, 4, 2, 8),
     (KEYS, 64): Launch(64, 128, 8, 3, 8), (KEYS, 128): Launch(64, 64, 4, 3, 8), (KEYS, 256): Launch(32, 64, 4, 2, 8),
 }  # fmt: skip
-# A mass of so few queries that each program has one step of them: more programs at once hide what it waits for. An H200,
-# 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full and causal: 21 and 26 us, 27 and 35 with the tile above.
-FEW = Launch(64, 128, 4, 1, 8)
+MASS_KEYS = 128  # of which a program of mass has one product; where its tile has more, it goes by parts
+# A mass of so few queries that each program has one step of them: in the first of these that gives every SM a program, one
+# waits for its first keys alone. An H200, 2026-11-30, 1 x 8192, 32 heads of 64, the last 64 queries, full: 13, 16, 20 and 21
+# us, and 27 with the tile above.
+FEW = (Launch(64, 1024, 4, 3, 8), Launch(64, 512, 4, 3, 8), Launch(64, 256, 4, 2, 8), Launch(64, 128, 4, 1, 8))
 # By spills of the entropy's pass over keys (Triton 3.6.0), bytes: sm100 1,760 and 1,248 with the tiles above, 16 and 208 with
 # these; gfx942 1,936 and 828, 0 and 0.
 LIGHT_ELSEWHERE: dict[tuple[str, Pass, int], Launch] = {
@@ -192,8 +194,16 @@ def choose_light(p: AttentionProblem, device: Device, which: Pass, last: int = 0
     if _triton.INTERPRETED:
         return replace(INTERPRETED[which], products=kind)
     launch = FP32[width][-1] if p.dtype is DType.FP32 else LIGHT[which, width]
-    if p.dtype is not DType.FP32 and 0 < last <= launch.block_q and width == 64 and device.kind == "cuda" and device.arch == 90:
-        return replace(FEW, products=kind)
+    if (
+        p.dtype is not DType.FP32
+        and 0 < last <= FEW[0].block_q
+        and width <= 128
+        and device.kind == "cuda"
+        and device.arch == 90
+    ):
+        programs = (most_tiles(p.span_k, p.batch, few.block_k, p.lengths.varlen) * p.heads_q for few in FEW)
+        filling = (few for few, count in zip(FEW, programs, strict=True) if count >= device.sm_count)
+        return replace(next(filling, FEW[-1]), products=kind)
     if p.dtype is not DType.FP32 and (device.kind == "hip" or (device.kind == "cuda" and device.arch >= 100)):
         launch = LIGHT_ELSEWHERE.get((device.kind, which, width), launch)
     return replace(launch, products=kind)
@@ -222,8 +232,10 @@ def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, l
         notes.append(f"statistics tile {launch.spell()}")
     if "mass" in direction.wanted:
         launch = (launches or {}).get(KEYS) or choose_light(p, device, KEYS, direction.last)
-        calls.append(_light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
-                                 heads=p.heads_q, more=(direction.last,)))  # fmt: skip
+        call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
+                           heads=p.heads_q, more=(direction.last,))  # fmt: skip
+        parts = -(-launch.block_k // MASS_KEYS)
+        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

@@ -181,7 +181,8 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     if T.modifiers.sink:
         sink = tl.load(in_ptrs[3] + head.to(tl.int64) * strides[4][0]).to(tl.float32)
         rows = add_sink(rows, tl.full(rows.top.shape, 1.0, rows.top.dtype) * sink, T)
-    out, lse = finish(rows, T)
+    WEIGHTS: tl.constexpr = tl.float32 if T.modifiers.prescale or T.stored != "" else in_ptrs[2].dtype.element_ty
+    out, lse = finish(rows, T, WEIGHTS)
     if T.modifiers.dropout:
         out *= seed.factor
     if T.fp8:

@@ -11,7 +11,15 @@ from flashtile.kernels.device.direction import directed_gradients, directed_prob
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.device.product import add_product, add_rounded, aligned_parts, product, score_product, transposed
+from flashtile.kernels.device.product import (
+    add_product,
+    add_rounded,
+    aligned_parts,
+    free_parts,
+    product,
+    score_product,
+    transposed,
+)
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.tangent import FIELDS, product_tangent
@@ -172,10 +180,22 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
 
 
 @jit
+def add_by_key(acc, x, parts, T: tl.constexpr):
+    """acc of keys + x times parts of queries, as `add_rounded`; x is of keys by queries, where T.upright of queries by keys."""
+    if not T.upright:
+        return add_rounded(acc, x, parts, T)
+    acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
+    if T.halves_rounding:
+        rest = x - x.to(parts[0].dtype).to(x.dtype)
+        acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+    return acc
+
+
+@jit
 def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, start, span, scale, band, args,
                     MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
                     MASK: tl.constexpr):  # fmt: skip
-    """Add one query tile of one head to the sums of a key tile (scores transposed: keys x queries).
+    """Add one query tile of one head to the sums of a key tile (scores: keys x queries, or where T.upright queries x keys).
 
     keys = parts of (k, v, tk, tv); in_ptrs = (q, tq, dout, tdout, rows) at the item's first row of head 0; walk, ends and place
     as in the backward; span: rows of the tensors.
@@ -191,8 +211,9 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     q = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     q = load_tile(q, strides[0], first, end, T.head_dim, BLOCK_Q, T.columns, MASKED)
     index = start + tl.arange(0, BLOCK_Q)
-    at = locate(batch, head, index[None, :], place[2], sizes, MASKED and T.mask.pads_keys)
-    keep = seen(at, index[None, :], place[2], sizes, band, MASKED, T, MASK)
+    row = index[:, None] if T.upright else index[None, :]
+    at = locate(batch, head, row, place[2], sizes, MASKED and T.mask.pads_keys)
+    keep = seen(at, row, place[2], sizes, band, MASKED, T, MASK)
     tq, dout, tdout = q, q, q
     if T.moves_q:
         tq = in_ptrs[1] + column_offset(head, strides[5]) + row_offset(start, strides[5])
@@ -204,38 +225,39 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
         tdout = in_ptrs[3] + column_offset(head, strides[9]) + row_offset(start, strides[9])
         tdout = load_tile(tdout, strides[9], first, end, T.head_dim_v, BLOCK_Q, T.columns_v, MASKED)
     if MASKED and T.mask.predicate:
-        q, tq, dout, tdout = (
-            zero_unseen(q, keep, 0),
-            zero_unseen(tq, keep, 0),
-            zero_unseen(dout, keep, 0),
-            zero_unseen(tdout, keep, 0),
-        )
+        KEYS: tl.constexpr = 1 if T.upright else 0
+        q, tq = zero_unseen(q, keep, KEYS), zero_unseen(tq, keep, KEYS)
+        dout, tdout = zero_unseen(dout, keep, KEYS), zero_unseen(tdout, keep, KEYS)
     q, tq, dout, tdout = aligned_parts(q, T), aligned_parts(tq, T), aligned_parts(dout, T), aligned_parts(tdout, T)
     fields_ptr = in_ptrs[4] + head.to(tl.int64) * (FIELDS * span)
     level, norm, mean, delta, tdelta = load_fields(fields_ptr, start, sizes.q, BLOCK_Q, MASKED)
-    fields = (level[None, :], norm[None, :], mean[None, :], delta[None, :], tdelta[None, :])
-    q_t = transposed(q, T)
-    raw = score_product(keys[0], q_t, T)
-    traw = tl.zeros_like(raw)
-    if T.moves_q and T.moves_k:
-        traw = add_product(product(keys[2], q_t, T), keys[0], transposed(tq, T), T)
-    elif T.moves_q:
-        traw = product(keys[0], transposed(tq, T), T)
-    elif T.moves_k:
-        traw = product(keys[2], q_t, T)
+    MOVES: tl.constexpr = T.moves_q or T.moves_k
+    if T.upright:
+        fields = (level[:, None], norm[:, None], mean[:, None], delta[:, None], tdelta[:, None])
+        k_t = transposed(keys[0], T)
+        raw = score_product(q, k_t, T)
+        traw = product_tangent(q, tq, k_t, transposed(keys[2], T), T) if MOVES else tl.zeros_like(raw)
+    else:
+        fields = (level[None, :], norm[None, :], mean[None, :], delta[None, :], tdelta[None, :])
+        q_t = transposed(q, T)
+        raw = score_product(keys[0], q_t, T)
+        traw = product_tangent(keys[2], keys[0], transposed(tq, T), q_t, T) if MOVES else tl.zeros_like(raw)
     p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
-    survives = kept(place[4], batch * sizes.heads + head, start, place[3], True, T)
+    survives = kept(place[4], batch * sizes.heads + head, start, place[3], not T.upright, T)
     if T.has_dout:
-        dv = add_rounded(dv, dropped(p * bend, survives, place[4], T), dout, T)
+        dv = add_by_key(dv, dropped(p * bend, survives, place[4], T), dout, T)
     if T.has_tdout:
-        dv = add_rounded(dv, dropped(p, survives, place[4], T), tdout, T)
-    dp, tdp = gradient_products(
-        transposed(dout, T), transposed(tdout, T), keys[1], keys[3], survives, place[4].factor, p, T, True
-    )
+        dv = add_by_key(dv, dropped(p, survives, place[4], T), tdout, T)
+    if T.upright:
+        v_t, tv_t = transposed(keys[1], T), transposed(keys[3], T)
+        dp, tdp = gradient_products(dout, tdout, v_t, tv_t, survives, place[4].factor, p, T, False)
+    else:
+        dout_t, tdout_t = transposed(dout, T), transposed(tdout, T)
+        dp, tdp = gradient_products(dout_t, tdout_t, keys[1], keys[3], survives, place[4].factor, p, T, True)
     ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
-    dk = add_rounded(dk, ds2, q, T)
+    dk = add_by_key(dk, ds2, q, T)
     if T.moves_q:
-        dk = add_rounded(dk, ds, tq, T)
+        dk = add_by_key(dk, ds, tq, T)
     return dk, dv
 
 
@@ -278,7 +300,8 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
     dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
     seed = load_seed(args[0], T)
-    place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
+    key = column + tl.arange(0, BLOCK_K)
+    place = (item.batch, head_kv, key[None, :] if T.upright else key[:, None], column, seed)
     wide = batch.to(tl.int64)
     q_ptr = in_ptrs[0] + wide * strides[0][0] + row_offset(item.first_q, strides[0])
     tq_ptr, dout_ptr, tdout_ptr = q_ptr, q_ptr, q_ptr

@@ -111,42 +111,69 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
         tl.store(out_ptrs[1] + at_rows, tl.where(counts, entropy, 0.0), mask=here)
 
 
+@jit
+def key_mass(q, lse, k_head, strides, item, sizes, head, index, column, width, scale, band, args,
+             T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """What probability KEYS keys from `column` on, of which `width` are there, receive from a tile of queries."""
+    key = column + tl.arange(0, KEYS)[:, None]
+    k = k_head + row_offset(column, strides[1])
+    k = aligned_parts(load_tile(k, strides[1], 0, width, T.head_dim, KEYS, T.columns, True), T)
+    at = locate(item.batch, head, index[None, :], key, sizes, T.mask.pads_keys)
+    keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
+    y = tile_stages(k, transposed(q, T), at, scale, args, T, SCORE)[len(SCORE) // 2]
+    return tl.sum(tl.where(keep & (lse != float("inf"))[None, :], exp(y - finite(lse)[None, :], T), 0.0), 1)
+
+
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, args, region,
-                   T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+                   T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """One key tile of one query head: what probability its keys receive from an item's last region[2] queries, or all if 0.
 
-    in_ptrs = (q, k, lse); mass is (slabs, heads_q, span_k); all else as for `attention_statistics`.
+    It goes by PARTS: where queries are few, a program waits for its first keys alone. in_ptrs = (q, k, lse); mass is (slabs,
+    heads_q, span_k); all else as for `attention_statistics`.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
+    KEYS: tl.constexpr = BLOCK_K // PARTS
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     head, item, sizes, batch, column, _, queries_of = key_tile(region, seqlen_q, seqlen_k, heads, group, heads, left, right, T)
     lo, _, _, hi, ends = queries_of
-    key = column + tl.arange(0, BLOCK_K)[:, None]
-    k = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k + column, strides[1])
-    k = aligned_parts(load_tile(k, strides[1], 0, item.k - column, T.head_dim, BLOCK_K, T.columns, True), T)
+    k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q, strides[0])
     lse_head = in_ptrs[2] + (batch * heads + head).to(tl.int64) * seqlen_q + item.first_q
+    mass_head = mass_ptr + (batch * heads + head).to(tl.int64) * seqlen_k + item.first_k
     first_row = 0
     if region[2] > 0:
         first_row = tl.maximum(item.q - region[2], 0)
     lo = tl.maximum(lo, first_row // BLOCK_Q * BLOCK_Q)
-    mass = tl.zeros([BLOCK_K], WIDE)
+    if PARTS == 1:
+        mass = tl.zeros([KEYS], WIDE)
+    elif lo >= hi:  # nobody sees these keys
+        every = column + tl.arange(0, BLOCK_K)
+        tl.store(mass_head + every, tl.zeros([BLOCK_K], WIDE), mask=every < item.span_k)
     for start in tl.range(lo, hi, BLOCK_Q):
         start = start // BLOCK_Q * BLOCK_Q
         q = q_head + row_offset(start, strides[0])
         q = load_tile(q, strides[0], ends[0] - start, ends[1] - start, T.head_dim, BLOCK_Q, T.columns, True)
+        q = aligned_parts(q, T)
         index = start + tl.arange(0, BLOCK_Q)
-        at = locate(item.batch, head, index[None, :], key, sizes, T.mask.pads_keys)
-        keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
         lse = tl.load(lse_head + index, mask=(index < item.q) & (index >= first_row), other=float("inf")).to(WIDE)
-        y = tile_stages(k, transposed(aligned_parts(q, T), T), at, scale, args, T, SCORE)[len(SCORE) // 2]
-        mass += tl.sum(tl.where(keep & (lse != float("inf"))[None, :], exp(y - finite(lse)[None, :], T), 0.0), 1)
-    index = column + tl.arange(0, BLOCK_K)
-    at_keys = (batch * heads + head).to(tl.int64) * seqlen_k + item.first_k + index
-    tl.store(mass_ptr + at_keys, mass, mask=index < item.span_k)
+        if PARTS == 1:
+            mass += key_mass(q, lse, k_head, strides, item, sizes, head, index, column, item.k - column, scale, band, args, T,
+                             SCORE, MASK, KEYS)  # fmt: skip
+        else:
+            for key in tl.range(column, tl.minimum(column + BLOCK_K, item.span_k), KEYS):
+                part = key_mass(q, lse, k_head, strides, item, sizes, head, index, key, item.k - key, scale, band, args, T,
+                                SCORE, MASK, KEYS)  # fmt: skip
+                keys = key + tl.arange(0, KEYS)
+                if start > lo:  # queries before have left theirs, perhaps other threads
+                    tl.debug_barrier()
+                    part += tl.load(mass_head + keys, mask=keys < item.span_k, other=0.0)
+                tl.store(mass_head + keys, part, mask=keys < item.span_k)
+    if PARTS == 1:
+        keys = column + tl.arange(0, KEYS)
+        tl.store(mass_head + keys, mass, mask=keys < item.span_k)
 
 
 @jit

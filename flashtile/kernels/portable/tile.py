@@ -36,6 +36,7 @@ class Launch:
     """A tile choice: what `tune` measures and the tuned files hold.
 
     held: how many of the two resident operands of a backward pass wait in registers instead of shared memory (`hold`).
+    upright: a second derivative's pass over keys has scores of queries by keys, so that a thread holds few rows' fields.
     """
 
     block_q: int
@@ -45,9 +46,11 @@ class Launch:
     swizzle: int = 1
     products: Products = "unit"  # how an fp32 problem multiplies; `choose` decides
     held: int = 0
+    upright: bool = False
 
     def spell(self) -> str:
         tail = (f" {self.products}" if self.products != "unit" else "") + (f" held={self.held}" if self.held else "")
+        tail += " upright" if self.upright else ""
         return f"{self.block_q}x{self.block_k} warps={self.num_warps} stages={self.num_stages} swizzle={self.swizzle}{tail}"
 
 
@@ -87,6 +90,7 @@ class Tile:
     correction: Correction = ""  # of delta, by the pass over queries
     lonely: bool = False  # a pass whose delta was corrected, below float32's grade, and whose queries may be left one key
     held: int = 0  # as in Launch
+    upright: bool = False  # as in Launch
     slots: int = 0  # places for per-head sums of captured gradients, a power of two or 0
     moves: str = ""  # of "qkv" those with a tangent, "b" where a captured tensor has one; in a directed pass
     arrives: str = ""  # of "g" dout and "t" its tangent those that there are; in one of second derivatives
@@ -372,6 +376,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         correction=correction,
         lonely=backward and tells_sizes(problem),
         held=launch.held,
+        upright=launch.upright,
         centers=which == "forward" and centers_values(problem, launch),
         moves=moves,
         arrives=arrives,

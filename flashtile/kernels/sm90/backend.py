@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from flashtile.kernels.device.available import NO_TRITON
 from flashtile.kernels.device.dropout import origin_refusals
@@ -16,6 +16,7 @@ from flashtile.kernels.device.small import is_small
 from flashtile.kernels.device.sums import HeadSums, sum_heads, sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.sm90.cached.plan import plan_cached
+from flashtile.kernels.sm90.host.arguments import block_lists, over_queries, product_scale
 from flashtile.kernels.sm90.host.bias_gradient import STORED_BYTES, scores_shape, stored, sums, zeros
 from flashtile.kernels.sm90.host.choose_backward import backward_choice, choose_backward, is_split
 from flashtile.kernels.sm90.host.choose_cached import refusals as cached_refusals
@@ -38,7 +39,6 @@ from flashtile.kernels.sm90.host.tile_backward import (
 from flashtile.kernels.sm90.host.tile_forward import (
     COPIED_KEYS,
     GROUP_ROWS,
-    LOST,
     ForwardLaunch,
     ForwardTile,
     forward_form,
@@ -48,7 +48,7 @@ from flashtile.kernels.sm90.host.tile_forward import (
 )
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
-from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, scale_shapes, shapes
+from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, shapes
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
@@ -386,14 +386,6 @@ BACKEND = HopperBackend()
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
-def product_scale(p: AttentionProblem) -> float:
-    """The scale of what the matrix unit makes of q and k, which on average is a little less than their product.
-
-    How much less of e4m3 nobody has measured.
-    """
-    return p.scale_value if p.multiplies_fp8 else p.scale_value * (1.0 + LOST * p.head_dim)
-
-
 def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:
     """dk and dv ("k", "v"), of those that are wanted, from the gradients that query heads have made apart."""
     if not names:
@@ -403,29 +395,6 @@ def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:
     sources, targets = (tuple(Pointer(f"d{n}{tail}") for n in names) for tail in (".heads", ""))
     args = (sources, targets, tuple(Strides(f"d{n}") for n in names), p.span_k, p.heads_kv)
     return [KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)]
-
-
-def over_queries(
-    p: AttentionProblem, launch: ForwardLaunch, tile: ForwardTile, schedules: Schedules
-) -> tuple[tuple[Descriptor, ...], tuple[Any, ...]]:
-    """The first and the last arguments of a pass over queries: q, k and v, and which tiles there are and what makes scores."""
-    schedule = schedules.of(launch.block_q)
-    records = schedule and most_tiles(p.span_q, p.batch, launch.block_q, p.lengths.varlen)
-    tiles = (
-        Descriptor("q", (1, 1, tile.rows, tile.columns)),
-        Descriptor("k", (1, 1, tile.block_k, tile.columns)),
-        Descriptor("v", (1, 1, tile.block_k, tile.columns_v)),
-    )
-    region: tuple[Any, ...] = (schedule, records, mask_args(p), block_lists(p, "q"))
-    if p.multiplies_fp8:
-        tiles = (*tiles[:2], Descriptor("turned", (1, 1, tile.columns_v, tile.block_k), axes=(0, 1, 2, 3)))
-    elif p.stored is not None:
-        tiles = (tiles[0], *(replace(t, name=f"wide.{t.name}") for t in tiles[1:]))
-    if p.stored is not None:
-        names = [f"{side}_scale" if side in scale_shapes(p) else None for side in "qkv"]
-        region = (*region, tuple(arg for name in names for arg in (name and Pointer(name), name and Strides(name))))
-    rest = product_scale(p), score_args(p), region
-    return tiles, (*(integers(p)[n] for n in ("heads", "group", "left", "right")), launch.swizzle, rest)
 
 
 def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:
@@ -509,12 +478,6 @@ def score_gradient(p: AttentionProblem, tile: BackwardTile) -> tuple[str | None,
         scratch, after = [Buffer("ds", whole, p.dtype.value, "scratch")], [sums("ds", name, whole, shape)]
         name, shape = "ds", whole
     return name, scratch, [[zeros(p, name, shape[0] * shape[1], tile)] if tile.mask.gaps else [], after]
-
-
-def block_lists(p: AttentionProblem, side: str) -> tuple[Any, ...] | None:
-    """The mask's lists by blocks of queries ("q") or keys ("k"): counts, indices and order, each with its strides."""
-    names = () if p.blocks is None else (f"blocks.{what}_{side}" for what in ("count", "index", "order"))
-    return tuple(arg for name in names for arg in (Pointer(name), Strides(name))) or None
 
 
 def stored_refusals(p: AttentionProblem) -> list[str]:

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.memory import Memory
+from flashtile.torch.cache.known import NO_KEY, NO_SCALES, add_layouts, is_seen, lengthened, scales_of, taken, write_again
 from flashtile.torch.cache.operator import append_rows
+from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
     check_pools,
     check_starts,
@@ -17,11 +20,10 @@ from flashtile.torch.cache.tensors import (
     refuse_transforms,
 )
 from flashtile.torch.call.stored import Maybe, Scales, check_kind, check_scale, is_shared, scaling_of
-from flashtile.torch.execute.plain import is_traced
-from flashtile.torch.ops.run import run
+from flashtile.torch.execute.bound import Bound
+from flashtile.torch.execute.plain import is_compiling, is_traced
 
 PAIR = ("append's k", "append's v")
-Rotary = Any  # (cos, sin) or (cos, sin, interleaved)
 
 
 def append_to_cache(
@@ -49,6 +51,19 @@ def append_to_cache(
     autocast neither. Under torch.compile it is an operator that writes the pools in place.
     """
     packed = cu_seqlens is not None or (isinstance(slots, torch.Tensor) and slots.dim() == 1)
+    tensors = k, v, k_cache, v_cache, page_table, seqused_k, slots, cu_seqlens, q
+    key, scales = _recognize(tensors, packed, rotary is not None, (k_scale, v_scale), backend)
+    bound = None if key is None else _KNOWN.get(key)
+    if bound is not None:
+        used, cu, rows, after = seqused_k, None if cu_seqlens is None else taken("cu_seqlens", cu_seqlens, k), -1, None
+        if used is not None:
+            used = taken("seqused_k", used, k)
+            if rotary is not None:
+                q, k, rows = rotate(q, k, rotary, used, cu, backend)
+            after = lengthened(used, k, cu)
+        slots = None if slots is None else slots.long()
+        write_again(bound, (k, v, k_cache, v_cache), scales, page_table, used, slots, cu, rows, backend, after)
+        return q
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (0,):
         raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
     pair = _check_new((k, v), k_cache, v_cache, packed, ("k", "v"))
@@ -56,11 +71,11 @@ def append_to_cache(
         check_kind("q", q)
         if q.shape[:-2] != k.shape[:-2] or q.dim() != k.dim():
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; its tokens must be those of k, {tuple(k.shape[:-2])}.")
-    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
-    batch = k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    batch = _batch_of(k, cu_seqlens, packed)
     scales = (check_scale("k_scale", k_scale, k_cache, batch), check_scale("v_scale", v_scale, v_cache, batch))
-    refuse_transforms("append_to_cache", tensors)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors.values(), *scales)):
+    rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
+    refuse_transforms("append_to_cache", rows)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*rows.values(), *scales)):
         reason = (
             "a cache passes no gradients on; call it under torch.no_grad(), or let attention_cached append, which has "
             "gradients of q and of the new k and v"
@@ -81,12 +96,43 @@ def append_to_cache(
         if cu is not None and k.device.type == "cpu" and not is_traced(cu):
             check_starts("cu_seqlens", cu, k.shape[0])
         _check_written(pair, k_cache, v_cache, scales, None)
-        append_rows(*pair, k_cache, v_cache, *scales, None, None, slots.long(), cu, -1, backend)
+        bound = append_rows(*pair, k_cache, v_cache, *scales, None, None, slots.long(), cu, -1, backend)
+        if key is not None and bound is not None and cu is None:  # whose numbers a CPU looks at
+            _KNOWN[key] = bound
         return q
     cu = None if cu_seqlens is None else int32("cu_seqlens", cu_seqlens, k)
     new = prepare(q, pair, (k_cache, v_cache), scales, page_table, seqused_k, cu, rotary, backend)
-    new.write(k_cache, v_cache)
+    bound = new.write(k_cache, v_cache)
+    if key is not None and bound is not None:
+        _KNOWN[key] = bound
     return new.q
+
+
+def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool) -> int:
+    """Items of scales, 1 where nothing says which token is whose."""
+    return k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+
+
+def _recognize(
+    tensors: tuple[Any, ...], packed: bool, rotates: bool, scales: tuple[Any, Any], backend: Any
+) -> tuple[tuple[Any, ...] | None, Scales]:
+    """(key, scales as `check_scale` returns them) of an append; None for one without a key (`known.py`)."""
+    if is_seen():
+        return None, NO_SCALES
+    try:
+        k, v, k_cache, v_cache, *_, cu, _ = tensors
+        shared, made = k_cache.data_ptr() == v_cache.data_ptr(), NO_SCALES
+        if scales[0] is not None or scales[1] is not None:
+            if shared:  # their numbers are compared
+                return None, NO_SCALES
+            made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
+        key = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
+        return (tuple(key), made) if add_layouts(key, (*tensors, *made)) and k_cache.device.type != "meta" else (None, made)
+    except NO_KEY:
+        return None, NO_SCALES
+
+
+_KNOWN = Memory[Any, Bound](1024, "known appends to caches")
 
 
 @dataclass(frozen=True)
@@ -104,11 +150,11 @@ class New:
     rotary_rows: int  # of its tables; -1 without
     backend: str | None
 
-    def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Into the pools; the rows alone, whose gradients are another's business."""
-        append_rows(
+    def write(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> Bound | None:
+        """Into the pools, the rows alone, whose gradients are another's business; what did it, unless that was an operator."""
+        return append_rows(
             self.k.detach(), self.v.detach(), k_cache, v_cache, *self.scales, self.page_table, self.before, None, self.cu,
-            self.rotary_rows, self.backend,
+            self.rotary_rows, self.backend, after=self.used,
         )  # fmt: skip
 
 
@@ -137,8 +183,8 @@ def prepare(
     check_table(k_cache, page_table, batch, False)
     rows = -1
     if rotary is not None:
-        q, k, rows = _rotate(q, k, rotary, used, cu, backend)
-    after = used + (k.shape[1] if cu is None else cu[1:] - cu[:-1])
+        q, k, rows = rotate(q, k, rotary, used, cu, backend)
+    after = lengthened(used, k, cu)
     return New(q, k, v, scales, page_table, used, after, cu, rows, backend)
 
 
@@ -155,6 +201,9 @@ def _check_new(
             f"{tuple(k.shape[:-1])} and head_dim, on {k.device}."
         )
     for name, new, pool, of in ((names[0], k, k_cache, "k_cache"), (names[1], v, v_cache, "v_cache")):
+        for called, tensor in ((name, new), (of, pool)):
+            if not is_compiling() and tensor.is_neg():  # a compiled call resolves it
+                raise InvalidProblem(f"{called} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
         if new.shape[-2:] != pool.shape[-2:]:
             raise InvalidProblem(
                 f"{name} has (heads, head_dim) {tuple(new.shape[-2:])}; it must be {tuple(pool.shape[-2:])}, those of {of}."
@@ -198,37 +247,3 @@ def _are_one(k_scale: Maybe, v_scale: Maybe) -> bool:
     if "token" in (scaling_of(k_scale), scaling_of(v_scale)):
         return k_scale.data_ptr() == v_scale.data_ptr() and k_scale.stride() == v_scale.stride()
     return k_scale.device.type != "cpu" or is_traced(k_scale, v_scale) or torch.equal(k_scale, v_scale)
-
-
-def _rotate(
-    q: Any, k: torch.Tensor, rotary: Rotary, used: torch.Tensor, cu: torch.Tensor | None, backend: str | None
-) -> tuple[Any, torch.Tensor, int]:
-    """(q, k, rows of the tables)."""
-    if not isinstance(rotary, (tuple, list)) or len(rotary) not in (2, 3):
-        raise InvalidProblem(f"rotary is a {type(rotary).__name__}; it must be (cos, sin) or (cos, sin, interleaved).")
-    cos, sin, *rest = rotary
-    for name, tensor in (("rotary's cos", cos), ("rotary's sin", sin)):
-        check_kind(name, tensor)
-    if q is not None and q.shape[:-2] != k.shape[:-2]:
-        raise InvalidProblem(
-            f"q has shape {tuple(q.shape)} and append's k {tuple(k.shape)}; with rotary their tokens must be the same."
-        )
-    wide = k if cu is None else k[None]
-    index = torch.arange(wide.shape[1], device=k.device, dtype=torch.int32)
-    if cu is None:
-        positions = used[:, None] + index
-    elif used.shape[0]:
-        item = torch.searchsorted(cu[1:].contiguous(), index, right=True).clamp(max=used.shape[0] - 1)
-        positions = torch.where((index >= cu[0]) & (index < cu[-1]), used[item] + index - cu[item], 0)[None]
-    else:
-        positions = (index * 0)[None]
-    options: dict[str, Any] = dict(interleaved=bool(rest and rest[0]), conjugate=False, offset=0, inplace=False)
-    made: list[Any] = []
-    for tensor in (q, k):
-        if tensor is None:
-            made.append(None)
-            continue
-        given = {"q": tensor if cu is None else tensor[None], "k": None, "cos": cos, "sin": sin, "positions": positions}
-        (turned,) = run("rotary", given, options, backend)
-        made.append(turned if cu is None else turned[0])
-    return made[0], made[1], cos.shape[0]

@@ -14,6 +14,7 @@ from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
+from flashtile.torch.cache.known import recognize, remember
 from flashtile.torch.cache.operator import attend, describe, layout_of, side_by_side, slots_of
 from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for_each
 from flashtile.torch.cache.tensors import (
@@ -68,7 +69,8 @@ def attention_cached(
     causal, window, mask; changes: score, scale, sink; as `attention` has them, on positions aligned bottom-right: the last
         query stands at the last key. Rows and keys are counted within their item.
     split: keys that are summed apart, a multiple of 128, at borders that depend on nothing else: an item's bits never
-        depend on its batch. 0: one pass. None: by shapes. The CPU computes items one by one, and has no use for it.
+        depend on its batch. 0: one pass. None: by shapes; with cu_seqlens_q one pass. The CPU computes items one by one, and
+        has no use for it.
     shared_prefix, with the others in `changes`: so many first keys are the same for all items that have any, as where prompts
         begin alike: whole pages, which item 0's table names; without a table item 0's rows. All queries go over them
         together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.
@@ -84,7 +86,11 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    packed = cu_seqlens_q is not None
+    packed, given = cu_seqlens_q is not None, (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
+    seen = recognize(given, append, rotary is not None, (causal, return_lse, split, options, window, mask), changes)
+    if seen is not None and seen.known is not None:
+        made = seen.known.run(seen, append, rotary, None if options is None else options.backend)
+        return made if return_lse else made[0]
     check_pools(q, k_cache, v_cache, packed)
     pair = None if append is None else check_pair(append, k_cache, v_cache, packed)
     if append is None and rotary is not None:
@@ -97,7 +103,7 @@ def attention_cached(
     added = 0 if append is None else counts
     prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
     _refuse((q, k_cache, v_cache), scales, pair, captured)
-    new = None
+    new = bound = None
     if pair is not None:
         if pair[0].dtype != q.dtype:
             raise InvalidProblem(f"append's k is {pair[0].dtype} and q is {q.dtype}; they must have one dtype.")
@@ -112,7 +118,7 @@ def attention_cached(
             if q.device.type == "cpu":
                 slots_of(new.k, k_cache, page_table, used, cu_q, new.rotary_rows)
                 check_lengths(pages, new.used, first, page_table)
-        new.write(k_cache, v_cache)
+        bound = new.write(k_cache, v_cache)
         q, used = new.q, new.used
         others[-1] = used
     if _wants_gradients(q, pair, captured):
@@ -124,7 +130,12 @@ def attention_cached(
         how = {**asked, "split": split, "return_lse": True, **dict(zip(SCALES, scales, strict=True))}
         out, lse = attend_shared(attention_cached, prefix, q, (k_cache, v_cache), page_table, used, cu_q, how)
     else:
-        out, lse = attend(q, k_cache, v_cache, *scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
+        three, rest = (q, k_cache, v_cache), ([*captured, *others], chosen, text, floats, ints)
+        out, lse = attend(*three, *scales, page_table, first, *rest)
+        if seen is not None:
+            scalars = [number for modifier in asked["score"] for number in modifier.scalars()]
+            numbers = (causal, return_lse, split, asked["scale"], *(() if window is None else window), *scalars)
+            remember(seen, numbers, layout_of(*three, scales, page_table, first, *rest)[0], bound)
     return (out, lse) if return_lse else out
 
 

@@ -11,6 +11,7 @@ others: `routes/request.py`. Neither has gradients; `gradient.py` goes another w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from flashtile.torch.call.stored import Maybe, Scales, bytes_of, is_shared, scal
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
 from flashtile.torch.execute.descriptor import addressable
 from flashtile.torch.execute.plain import is_watched
+from flashtile.torch.execute.replay import addresses_of
 from flashtile.torch.routes.library import define
 from flashtile.torch.routes.operator import dense_strides, laid
 from flashtile.torch.routes.request import read
@@ -37,17 +39,33 @@ PLACES = ("seqused_k", "page_table", "cu_seqlens")  # of an append by the items'
 # -- append ---------------------------------------------------------------------------------------------------------------
 
 
-def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any) -> None:
-    """The operator, or what it runs where nobody wants to see it; asked: the rest of its arguments, backend None for any."""
+def append_rows(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any, after: Maybe = None
+) -> Bound | None:
+    """The operator, or what it runs where nobody wants to see it, which is returned then.
+
+    asked: the rest of its arguments, backend None for any; after: the items' lengths with the new rows, where they are known.
+    """
     *rest, backend = asked
-    append: Any = APPEND if is_watched(k, v, k_cache, v_cache) else run_append
-    append(k, v, k_cache, v_cache, *rest, backend or "")
+    if not is_watched(k, v, k_cache, v_cache):
+        k_scale, v_scale, *places = rest
+        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places, backend or "", after)
+    APPEND(k, v, k_cache, v_cache, *rest, backend or "")
+    return None
 
 
 def run_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe,
-    page_table: Maybe, used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str,
-) -> None:  # fmt: skip
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, *rest: Any
+) -> None:
+    write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *rest)
+
+
+def write_rows(
+    four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, used: Maybe,
+    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str, after: Maybe = None,
+) -> Bound:  # fmt: skip
+    """What has written them. four: new rows, and the pools."""
+    (k, v, k_cache, v_cache), (k_scale, v_scale) = four, scales
     count, size = k_cache.shape[:2]
     stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
     places: dict[str, torch.Tensor] = {}
@@ -58,17 +76,19 @@ def run_append(
         if k.device.type == "cpu":
             slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
         if k.device.type != "cpu" or backend == "triton":  # the kernel finds the rows itself
-            slots, after = None, used + (k.shape[1] if cu is None else cu.diff())
+            slots = None
+            if after is None:
+                after = used + (k.shape[1] if cu is None else cu.diff())
             places = {n: t for n, t in zip(PLACES, (after, page_table, cu), strict=True) if t is not None}
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
-    scales = {"k": _new_scale(k_scale, k, cu), "v": _new_scale(v_scale, v, cu)}
+    factors = {"k": new_scale(k_scale, k, cu), "v": new_scale(v_scale, v, cu)}
     if k.dim() == 3:
         k, v, slots = k[None], v[None], slots if slots is None else slots[None]
     places |= {} if slots is None else {"slots": slots}
     tensors = {"k": k, "v": v, "k_cache": bytes_of(k_cache), "v_cache": bytes_of(v_cache)}
-    tensors |= {f"{side}_scale": scale for side, scale in scales.items() if scale is not None} | places
+    tensors |= {f"{side}_scale": scale for side, scale in factors.items() if scale is not None} | places
     if shared:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("v")}
     key = (backend, k.device, k.dtype, stored, shared, v.shape, *places)
@@ -84,12 +104,20 @@ def run_append(
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
     if k.numel() and items != 0:
         bound.run(tensors)
-    written = [k_cache, v_cache, *(scale for scale in (k_scale, v_scale) if scale is not None and scaling_of(scale) == "token")]
-    for pool in written:  # launches tell nobody what they write
-        torch.autograd.graph.increment_version(pool)
+    tell_written(k_cache, v_cache, k_scale, v_scale)
+    return bound
 
 
-def _new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
+def tell_written(k_cache: torch.Tensor, v_cache: torch.Tensor, *scales: Maybe) -> None:
+    """Tell autograd what an append has written, for launches do not."""
+    torch.autograd.graph.increment_version(k_cache)
+    torch.autograd.graph.increment_version(v_cache)
+    for scale in scales:
+        if scale is not None and scaling_of(scale) == "token":
+            torch.autograd.graph.increment_version(scale)
+
+
+def new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
     """The scale of each new row, (batch, seqlen, heads_kv) or (1, total, heads_kv), or the pool of tokens' scales."""
     if scale is None or scaling_of(scale) == "token":
         return scale
@@ -174,32 +202,33 @@ def run_attention(
     others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     others = [t.resolve_neg() if t.is_neg() else t for t in others]
     layout, inputs = layout_of(q, k_cache, v_cache, (k_scale, v_scale), page_table, first, others, split, text, floats, ints)
-    if q.device.type == "cpu":
-        if layout.packed:
-            check_starts("cu_seqlens_q", inputs["cu_seqlens_q"], q.shape[0])
-        check_lengths(layout.problem.pages, inputs["seqused_k"], first, page_table)
-    made = layout.run(inputs, q.device)
-    out, lse = made["out"], made["lse"].contiguous()
-    out, lse = (out[0], lse[0]) if layout.packed else (out, lse)
-    return laid(out, layout.out_strides), lse
+    return layout.attend(inputs, first, page_table)
 
 
 def layout_of(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales, page_table: Maybe, first: Maybe,
     others: list[torch.Tensor], *asked: Any,
-) -> tuple[_Layout, dict[str, torch.Tensor]]:  # fmt: skip
-    """What is known of calls like this one, and the inputs of its plan by name. Raises what has no meaning, or runs nowhere."""
-    packed, shared = q.dim() == 3, is_shared(k_cache, v_cache)
-    pools = (bytes_of(k_cache), bytes_of(v_cache))
-    tensors = (q[None] if packed else q, *pools, *(t for t in (*scales, page_table, first) if t is not None), *others)
+) -> tuple[Layout, list[torch.Tensor]]:  # fmt: skip
+    """What is known of calls like this one, and the inputs of its plan. Raises what has no meaning, or runs nowhere."""
+    shared = is_shared(k_cache, v_cache)
+    tensors = tensors_of(q, (k_cache, v_cache), scales, page_table, first, others)
     split, text, floats, ints = asked
     key = (text, split, *(t is None for t in (*scales, page_table, first)), *floats, *ints, q.device, k_cache.dtype, shared)
     for tensor in tensors:
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _CACHED.get(key)
     if found is None:
-        found = _CACHED[key] = _Layout((q, k_cache, v_cache), scales, page_table, first is not None, others, asked)
-    return found, {name: tensors[i] for name, i in found.places.items()}
+        found = _CACHED[key] = Layout((q, k_cache, v_cache), scales, page_table, first is not None, others, asked)
+    return found, found.inputs(tensors)
+
+
+def tensors_of(
+    q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: Maybe,
+    others: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """All tensors of a call, as kernels read them, in the order that `Layout.inputs` expects."""
+    optional = (*scales, page_table, first)
+    return (q[None] if q.dim() == 3 else q, *map(bytes_of, pools), *[t for t in optional if t is not None], *others)
 
 
 def describe(
@@ -220,7 +249,7 @@ def describe(
     return CachedProblem(named.problem, pages, split, stored, shared, aligned), request, named.options.backend
 
 
-class _Layout:
+class Layout:
     """What is known of calls of one request with tensors of one layout."""
 
     def __init__(
@@ -232,17 +261,37 @@ class _Layout:
         self.packed = request.varlen
         self.plan = dispatch.plan_cached(self.problem, device_of(q.device), backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
-        self.places = _places(self.problem, request.lengths)
+        places = _places(self.problem, request.lengths)
+        self.names, self._order = list(places), list(places.values())
         self._bound: Bound | None = None
+        self.looks, self.device = q.device.type == "cpu", q.device
 
-    def run(self, inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-        """The plan's outputs."""
-        if self._bound is None:
-            self._bound = Bound(self.plan, inputs, device)
-        return self._bound.run(inputs)
+    def inputs(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """The plan's, of all the call's."""
+        return [tensors[i] for i in self._order]
+
+    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) as callers have them; InvalidProblem, on the CPU, for lengths and pages without meaning."""
+        if self.looks:
+            by_name = dict(zip(self.names, inputs, strict=True))
+            if self.packed:
+                check_starts("cu_seqlens_q", by_name["cu_seqlens_q"], inputs[0].shape[1])
+            check_lengths(self.problem.pages, by_name["seqused_k"], first, page_table)
+        replay = None if self._bound is None else self._bound.direct
+        if replay is None:
+            tensors = dict(zip(self.names, inputs, strict=True))
+            if self._bound is None:
+                self._bound = Bound(self.plan, tensors, self.device)
+            made = self._bound.run(tensors)
+            out, lse = made["out"], made["lse"].contiguous()
+        else:
+            out, lse = replay.direct(inputs, addresses_of(inputs))  # in the order of `cached_buffers`, and as these lie
+        if self.packed:
+            out, lse = out[0], lse[0]
+        return laid(out, self.out_strides), lse
 
 
-_CACHED = Memory[Any, _Layout](_MOST, "calls over caches")
+_CACHED = Memory[Any, Layout](_MOST, "calls over caches")
 
 
 def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:

@@ -242,6 +242,10 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
     reasons: list[str] = []
     if dropout is not None and dropout.origin is not None:
         reasons.append("dropout with an origin, which ranks give their calls themselves")
+    if context.layout == "documents" and not packed:
+        reasons.append(
+            "layout 'documents' without cu_seqlens; attention_varlen takes them, and 'zigzag' shares out one sequence"
+        )
     if isinstance(mask, Joined) and mask.spec is not None:
         reasons.append("a mask with blocks, whose lists are of the whole; give it without")
     want = wanted(given["causal"], given["window"], mask, score, given["scale"], given["sink"], given["options"])
@@ -262,7 +266,7 @@ def checked(q: Any, k: Any, v: Any, context: Context, **given: Any) -> tuple[Wan
     method = next((m for m in methods if not against_all[m]), None)
     if reasons or method is None:
         raise NotSupported("attention over ranks", {"torch": reasons} if reasons else against_all)
-    return want, "ulysses" if ranks == 1 else method
+    return want, "ulysses" if ranks == 1 and layout != "documents" else method
 
 
 def _check_shapes(want: Wanted, q: Any, k: Any, ranks: int) -> None:

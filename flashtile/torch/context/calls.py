@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ class Keys:
     k_sums: torch.Tensor
     v_sums: torch.Tensor
 
-    def part(self, keys: slice) -> Keys:
-        return Keys(self.k[:, keys], self.v[:, keys], self.k_sums[:, keys], self.v_sums[:, keys])
+    def each(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Keys:
+        return Keys(part(self.k), part(self.v), part(self.k_sums), part(self.v_sums))
 
 
 def widens(q: torch.Tensor) -> bool:

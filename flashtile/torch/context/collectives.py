@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 OfKeys = tuple[slice, torch.Tensor, torch.Tensor]  # some of the keys that are here, and a call's dk and dv of these
 KeysHere = tuple[torch.Tensor, torch.Tensor]  # k and v
+Region = tuple[slice, list[list[torch.Tensor]]]  # rows, and all parts' dk and dv of them
 
 
 class Transfer:
@@ -78,20 +80,27 @@ class Gathering:
 
 
 class Fetching:
-    """The same of those keys that this rank fetches of a halo, which lie side by side. wanted: what each rank fetches."""
+    """The same of those keys that this rank fetches of a halo, which lie side by side. Its own are copied there by itself.
+
+    wanted: what each rank fetches.
+    """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, context: Context, wanted: tuple[Fetched, ...]):
-        self.tensor, self.context = torch.cat([k.detach(), v.detach()], -1), context
-        self.taken, self.put = _routes(k.shape[1] * context.ranks, context, wanted)
-        self.both = self.tensor.new_empty((k.shape[0], sum(_counts(self.put)), *self.tensor.shape[2:]))
-        self.whole: KeysHere = self.both[..., : k.shape[3]], self.both[..., k.shape[3] :]
-        self.here = False
+        given, mine = (k.detach(), v.detach()), context.rank
+        taken, put = _routes(k.shape[1] * context.ranks, context, wanted)
+        self.whole: KeysHere = tuple(t.new_empty((t.shape[0], sum(_counts(put)), *t.shape[2:])) for t in given)  # pyright: ignore[reportAttributeAccessIssue]
+        others = [rank for rank in range(context.ranks) if rank != mine]
+        sent = [(t[:, rows], to) for to in others for rows in taken[to] for t in given]
+        landing = [(t[:, at], by) for by in others for at in put[by] for t in self.whole]
+        self.transfer: Transfer | None = Transfer(sent, landing, context)
+        for rows, at in zip(taken[mine], put[mine], strict=True):
+            for to, t in zip(self.whole, given, strict=True):
+                to[:, at] = t[:, rows]
 
     def arrived(self, stage: int = 0) -> KeysHere:
-        if not self.here:
-            for at, part in _moved(self.tensor, self.taken, self.put, self.context):
-                self.both[:, at] = part
-            self.here = True
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            transfer.arrived()
         return self.whole
 
 
@@ -153,10 +162,10 @@ class Returning:
 
 
 class ReturningHalo:
-    """The same where a rank fetched a halo. wanted: what each fetched."""
+    """The same where a rank fetched a halo, whose sums alone travel. wanted: what each fetched."""
 
     def __init__(self, context: Context, wanted: tuple[Fetched, ...], tokens: int):
-        self.context, self.tokens = context, tokens
+        self.context = context
         self.taken, self.put = _routes(tokens * context.ranks, context, wanted)
         self.parts = list[OfKeys]()
 
@@ -164,18 +173,38 @@ class ReturningHalo:
         self.parts.append(part)
 
     def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        first, count = self.parts[0], sum(_counts(self.put))
-        both = [t.new_empty((t.shape[0], count, *t.shape[2:])) for t in first[1:]]
-        _write_sums(both[0], both[1], self.parts)
-        sums = torch.cat(both, -1)
-        mine = sums.new_zeros((sums.shape[0], self.tokens, *sums.shape[2:]))
-        for own, part in _moved(sums, self.put, self.taken, self.context):
-            mine[:, own] += part
-        for grad, of in zip((dk, dv), mine.split([dk.shape[3], dv.shape[3]], -1), strict=True):
-            grad.copy_(of)
+        """Write the sums there, those first to which other ranks add nothing."""
+        mine, sent, landing = self.context.rank, list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
+        own, came = list[OfKeys](), list[OfKeys]()
+        new = lambda rows: [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in self.parts[0][1:]]  # noqa: E731
+        for rank, (taken, put) in enumerate(zip(self.taken, self.put, strict=True)):
+            if rank == mine:
+                own += [part for rows, at in zip(taken, put, strict=True) for part in _within(self.parts, at, rows.start)]
+                continue
+            for at in put:
+                sums = new(at)
+                _write_sums(sums[0], sums[1], _within(self.parts, at, 0))
+                sent += [(t, rank) for t in sums]
+            for rows in taken:
+                sums = new(rows)
+                landing += [(t, rank) for t in sums]
+                came.append((rows, sums[0], sums[1]))
+        transfer = Transfer(sent, landing, self.context)
+        _write_sums(dk, dv, own, came, transfer.arrived)
 
 
-def _cut(parts: list[OfKeys]) -> list[tuple[slice, list[list[torch.Tensor]]]]:
+def _within(parts: list[OfKeys], at: slice, start: int) -> list[OfKeys]:
+    """What parts have of the keys `at`, the first of which is `start` there."""
+    found: list[OfKeys] = []
+    for keys, *grads in parts:
+        first, stop = max(keys.start, at.start), min(keys.stop, at.stop)
+        if first < stop:
+            dk, dv = (t[:, first - keys.start : stop - keys.start] for t in grads)
+            found.append((slice(start + first - at.start, start + stop - at.start), dk, dv))
+    return found
+
+
+def _cut(parts: list[OfKeys]) -> list[Region]:
     """Of rows that have the same parts: which these are, and the parts' dk and dv of them, in their order."""
     edges = sorted({edge for rows, *_ in parts for edge in (rows.start, rows.stop)})
     return [
@@ -205,10 +234,29 @@ def _summed(parts: list[OfKeys]) -> list[OfKeys]:
     return found
 
 
-def _write_sums(dk: torch.Tensor, dv: torch.Tensor, parts: list[OfKeys]) -> None:
-    """Write sums of parts, all of whose last addition is rounded to the dtype there; 0 where there is none."""
-    whole = slice(0, dk.shape[1])
-    for _, there in _cut([*parts, (whole, dk, dv)]):
+def _write_sums(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    parts: list[OfKeys],
+    late: Sequence[OfKeys] = (),
+    arrived: Callable[[], None] | None = None,
+) -> None:
+    """Write sums of parts, all of whose last addition is rounded to the dtype there; 0 where there is none.
+
+    late: parts that are there when `arrived` has been called; what needs none of them is written before.
+    """
+    now, then = list[Region](), list[Region]()
+    for region in _cut([*parts, *late, (slice(0, dk.shape[1]), dk, dv)]):
+        waits = any(rows.start <= region[0].start < rows.stop for rows, *_ in late)
+        (then if waits else now).append(region)
+    _write_regions(now)
+    if arrived is not None:
+        arrived()
+    _write_regions(then)
+
+
+def _write_regions(regions: list[Region]) -> None:
+    for _, there in regions:
         *terms, places = there
         for i, to in enumerate(places):
             some = [term[i] for term in terms]

@@ -33,6 +33,7 @@ class Context:
         more ranks than heads, or hosts with slow links between them.
     layout: which positions a rank holds. "contiguous" runs one after another; "zigzag", a run of the first half and its
         mirror of the second, balances causal order (TransformerEngine's and torch's order); "striped" is every n-th position.
+        "documents" is zigzag of each packed document by itself, for `attention_varlen` by "allgather".
     check: "always" lets ranks agree about every call before anything else is sent: arguments, shapes, options, and, on the CPU,
         what tensors hold that ranks have alike. "first" does so once for each kind of call and saves the host a round trip; a
         rank that then calls otherwise than the rest ends in torch's time-out.
@@ -43,7 +44,7 @@ class Context:
 
     mesh: Any = None
     method: Literal["auto", "allgather", "ulysses", "ring", "usp", "usp_ring"] = "auto"
-    layout: Literal["contiguous", "zigzag", "striped"] = "contiguous"
+    layout: Literal["contiguous", "zigzag", "striped", "documents"] = "contiguous"
     check: Literal["always", "first"] = "always"
 
     def __post_init__(self) -> None:
@@ -77,6 +78,10 @@ class Context:
                 raise InvalidProblem(
                     f"context method is {self.method!r} and layout 'striped'; it must be 'contiguous' or 'zigzag', which is as "
                     "balanced."
+                )
+            if self.layout == "documents" and self.method not in ("auto", "allgather"):
+                raise InvalidProblem(
+                    f"context method is {self.method!r} and layout 'documents'; it must be 'allgather', or the layout another."
                 )
 
     @property
@@ -186,7 +191,9 @@ def candidates(context: Context, q: Any, k: Any, v: Any, band: Band, dropped: bo
     if context.method != "auto":
         return (context.method,), ""
     gathered, by_heads = ("allgather", "ulysses", "ring"), ("ulysses", "allgather", "ring")
-    if context.layout == "striped":  # which cannot be gathered
+    if context.layout == "documents":  # whose keys are gathered
+        return gathered, ""
+    if context.layout == "striped":  # which cannot be
         return by_heads, ""
     ranks = context.ranks
     seqlens = q.shape[1] * ranks, k.shape[1] * ranks
@@ -212,6 +219,8 @@ def refusals(method: str, layout: str, heads_q: int, heads_kv: int, ranks: int) 
     """Why a method cannot serve these heads and this layout."""
     if method in ("allgather", *TWO_AXES) and layout == "striped":
         return ["layout is 'striped'; it gathers 'contiguous' or 'zigzag' alone"]
+    if layout == "documents" and method != "allgather":
+        return ["layout is 'documents', whose keys 'allgather' alone puts in order"]
     if method != "ulysses" and method not in TWO_AXES:
         return []
     reasons: list[str] = []
@@ -255,7 +264,7 @@ def head_groups(method: str, q: Any, k: Any, context: Context) -> int:
         return 1
     by_heads = method == "ulysses"
     share = context.ranks if by_heads else 1
-    keys = k.shape[1] * share // (2 if context.layout == "zigzag" and not by_heads else 1)  # of the shortest call
+    keys = k.shape[1] * share // (1 if context.layout == "contiguous" or by_heads else 2)  # of the shortest call
     size, least = k.shape[0] * k.shape[2] // share * (keys // KEYS), TILES
     if q.device.type == "cpu":
         size, least = k.numel() * k.element_size() * context.ranks // share, LARGE

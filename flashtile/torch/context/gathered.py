@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from flashtile.problem.mask import Band
 from flashtile.torch.context.calls import Keys, call, widens
 from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, Returning, ReturningHalo, wider
 from flashtile.torch.context.context import Context, head_groups
+from flashtile.torch.context.documents import Order
 from flashtile.torch.context.layout import Fetched, fetched, stages
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
@@ -22,11 +23,33 @@ from flashtile.torch.routes.local import prepared
 
 @dataclass(frozen=True)
 class Part:
-    """A local call: which of this rank's queries, which of the keys that are here, and what else it is told."""
+    """A local call: which of this rank's queries, which of the keys that are here, and what else it is told.
+
+    order: in which order it takes these keys, if not in theirs.
+    """
 
     rows: slice
     keys: slice
     arguments: dict[str, Any]
+    order: Order | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Its keys of (batch, seqlen, heads, d)."""
+        keys = whole[:, self.keys]
+        return keys if self.order is None else keys.index_select(1, self.order.at)
+
+    def meant(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is laid as these, of a tensor whose numbers nobody reads yet."""
+        keys = whole[:, self.keys]
+        if widens(whole):
+            return torch.empty(keys.shape, dtype=torch.float32)
+        return keys if self.order is None else torch.empty_like(keys, memory_format=torch.contiguous_format)
+
+    def back(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Gradients of its keys, in their own order."""
+        if self.order is None:
+            return grads
+        return [t.index_select(1, self.order.inverse) for t in grads]
 
 
 PartsOf = Callable[[Fetched, Wanted], list[Part]]
@@ -68,7 +91,7 @@ def attend_gathered(
     if is_traced(q, k, v):
         whole, sums = (Fetch if have.halo else Gather).apply(torch.cat([k, v], -1), context, wanted)  # pyright: ignore[reportGeneralTypeIssues]
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
-        made = [call(q[:, p.rows], keys.part(p.keys), True, **p.arguments) for p in parts]
+        made = [call(q[:, p.rows], keys.each(p.of), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
     return _attend(q, k, v, context, want, band, wanted, parts_of, return_lse)
 
@@ -98,7 +121,7 @@ def _attend(
         heads = slice(group * size_q, (group + 1) * size_q)
         parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
         for stage, part in enumerate(parts):
-            given = _meant(q[:, part.rows, heads]), *(_meant(t[:, part.keys]) for t in keys.whole)
+            given = _meant(q[:, part.rows, heads]), *map(part.meant, keys.whole)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
             if wants:
                 made.require_backward()
@@ -127,13 +150,14 @@ class _Gathered(torch.autograd.Function):
             whole = coming[p.group].arrived(p.stage)
             if p.stage == 0:
                 wholes += whole
-            keys = [_widened(t[:, p.part.keys]) for t in whole]
-            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others])
+            keys = [_widened(p.part.of(t)) for t in whole]
+            into = None if out is None else p.of(out)
+            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others], into=into)
             del keys
-            if out is None:
+            if into is None:
                 out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
             else:
-                p.of(out).copy_(made[0])
+                _put(into, made[0])
                 if lse is not None:
                     p.of_rows(lse).copy_(made[1])
             kept += made[1:]  # of out the whole is kept
@@ -153,7 +177,7 @@ class _Gathered(torch.autograd.Function):
         returning = ctx.returning()
         of_other: list[torch.Tensor | None] = [None] * len(others)
         with torch.no_grad():
-            dq = torch.empty_like(q) if q_wanted else None
+            dq = torch.empty_like(q) if q_wanted and len(kept) > 1 else None
             grads_of_keys = list[torch.Tensor]()
 
             def arrived(group: int) -> None:
@@ -163,16 +187,19 @@ class _Gathered(torch.autograd.Function):
                 returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
 
             for p, some in reversed(list(zip(ctx.placed, kept, strict=True))):
-                keys = [_widened(t[:, p.part.keys]) for t in wholes[2 * p.group : 2 * p.group + 2]]
+                keys = [_widened(p.part.of(t)) for t in wholes[2 * p.group : 2 * p.group + 2]]
                 there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
                 above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                 needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
-                found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True)
-                if dq is not None:
-                    p.of(dq).copy_(found)
+                into = None if dq is None else p.of(dq)
+                found, *of_keys = p.call.gradients(there, *above, needs, wide_keys=True, into=into)
+                if into is not None:
+                    _put(into, found)
+                elif found is not None:  # of the only call
+                    dq = found.to(q.dtype)
                 of_other[p.others] = of_keys[2:]
                 if keys_wanted:
-                    returning.begin(p.group, p.stage, (p.part.keys, of_keys[0], of_keys[1]))
+                    returning.begin(p.group, p.stage, (p.part.keys, *p.part.back(of_keys[:2])))
                     if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
                         arrived(p.group + 1)
                 del keys, there, above, found, of_keys
@@ -191,6 +218,12 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def _meant(tensor: torch.Tensor) -> torch.Tensor:
     """What is laid so, of a tensor whose numbers nobody reads yet."""
     return torch.empty(tensor.shape, dtype=torch.float32) if widens(tensor) else tensor
+
+
+def _put(place: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy what has not been written there."""
+    if made is not place:
+        place.copy_(made)
 
 
 def _of_group(tensor: Any, group: int, groups: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.memory import remembered
 from flashtile.problem.mask import Band
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Run:
 
 def grain(layout: str, ranks: int) -> int:
     """What a sequence's length must be a multiple of."""
-    return 2 * ranks if layout == "zigzag" else ranks
+    return 2 * ranks if layout in ("zigzag", "documents") else ranks
 
 
 def check_length(layout: str, ranks: int, seqlen: int, name: str = "the length") -> None:
@@ -47,11 +47,12 @@ def check_length(layout: str, ranks: int, seqlen: int, name: str = "the length")
 def runs(layout: str, seqlen: int, ranks: int, rank: int) -> tuple[Run, ...]:
     """What a rank holds of a sequence, in its own order.
 
-    Zigzag is rank r's chunks r and 2 ranks - 1 - r of 2 ranks chunks, which is TransformerEngine's and torch's order.
+    Zigzag is rank r's chunks r and 2 ranks - 1 - r of 2 ranks chunks, which is TransformerEngine's and torch's order. Of
+    "documents" these are places in the order of chunks, which `documents.py` makes of cu_seqlens.
     """
     if layout == "striped":
         return (Run(rank, seqlen // ranks, ranks),)
-    if layout == "zigzag":
+    if layout in ("zigzag", "documents"):
         chunk = seqlen // (2 * ranks)
         return (Run(rank * chunk, chunk), Run((2 * ranks - 1 - rank) * chunk, chunk))
     return (Run(rank * (seqlen // ranks), seqlen // ranks),)

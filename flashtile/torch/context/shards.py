@@ -10,6 +10,7 @@ import torch.distributed as dist
 from flashtile.errors import InvalidProblem
 from flashtile.torch.context.agree import agree, refused_together
 from flashtile.torch.context.context import Context
+from flashtile.torch.context.documents import Documents
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
 
@@ -25,15 +26,27 @@ def position_ids(seqlen: int, context: Context, device: Any = None, cu_seqlens: 
     """The positions, int64 (seqlen / ranks,), that this rank holds of a whole sequence, in its order; for rotary embeddings.
 
     cu_seqlens: where the whole's packed documents begin, ints (documents + 1,): positions are then counted in each of them.
-    Raises InvalidProblem for a length that the ranks cannot share.
+    Layout "documents" needs them. Raises InvalidProblem for a length that the ranks cannot share.
     """
     _check_seqlen("seqlen", seqlen)
-    check_length(context.layout, context.ranks, seqlen)
-    at = held(seqlen, context.layout, context.ranks, context.rank, device if cu_seqlens is None else cu_seqlens.device)
+    at = _tokens(seqlen, context, device, cu_seqlens)
     if cu_seqlens is None:
         return at
     starts = check_cu_seqlens(cu_seqlens)
     return at - starts[torch.searchsorted(starts[1:], at, right=True)]
+
+
+def _tokens(seqlen: int, context: Context, device: Any, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Which of the whole's tokens this rank holds, in its order."""
+    check_length(context.layout, context.ranks, seqlen)
+    at = held(seqlen, context.layout, context.ranks, context.rank, device if cu_seqlens is None else cu_seqlens.device)
+    return at if context.layout != "documents" else _documents(seqlen, context, cu_seqlens).tokens().at[at]
+
+
+def _documents(seqlen: int, context: Context, cu_seqlens: torch.Tensor | None) -> Documents:
+    if cu_seqlens is None:
+        raise InvalidProblem("cu_seqlens is None; layout 'documents' needs where the whole's documents begin, as ints.")
+    return Documents.of(check_cu_seqlens(cu_seqlens), seqlen, context.ranks)
 
 
 def held(seqlen: int, layout: str, ranks: int, rank: int, device: Any = None) -> torch.Tensor:
@@ -49,11 +62,14 @@ def order(seqlen: int, layout: str, ranks: int, device: Any = None) -> torch.Ten
     return torch.cat([held(seqlen, layout, ranks, rank, device) for rank in range(ranks)])
 
 
-def shard(tensor: torch.Tensor, context: Context, dim: int = 1, pad: Any = None) -> torch.Tensor:
+def shard(
+    tensor: torch.Tensor, context: Context, dim: int = 1, pad: Any = None, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """This rank's part of a tensor that every rank has whole, along `dim`; differentiable.
 
     For tokens, labels and positions alike. Shift labels before, on the whole sequence: a shard's last token is followed by
     another rank's first. pad: what is put at the end first, up to `padded_length`; a label that the loss ignores, say.
+    cu_seqlens: where the whole's packed documents begin, ints (documents + 1,); layout "documents" alone asks.
 
     Raises InvalidProblem for a length that the ranks cannot share, without pad.
     """
@@ -64,14 +80,17 @@ def shard(tensor: torch.Tensor, context: Context, dim: int = 1, pad: Any = None)
         shape[dim] = more
         tensor = torch.cat([tensor, tensor.new_full(shape, pad)], dim)
         seqlen += more
-    return tensor.index_select(dim, position_ids(seqlen, context, tensor.device))
+    return tensor.index_select(dim, _tokens(seqlen, context, tensor.device, cu_seqlens).to(tensor.device))
 
 
 @eagerly
-def unshard(tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | None = None) -> torch.Tensor:
+def unshard(
+    tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | None = None, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """The whole of which every rank has a shard along `dim`, on every rank; without a gradient.
 
-    seqlen: its length before `shard` padded it. Raises InvalidProblem, on every rank, where ranks call otherwise.
+    seqlen: its length before `shard` padded it. cu_seqlens: as `shard` was given them. Raises InvalidProblem, on every rank,
+    where ranks call otherwise.
     """
     with refused_together(context):
         _check_dim(tensor, dim)
@@ -82,8 +101,11 @@ def unshard(tensor: torch.Tensor, context: Context, dim: int = 1, seqlen: int | 
             _check_seqlen("seqlen", seqlen)
             if seqlen > padded:
                 raise InvalidProblem(f"seqlen is {seqlen}; it must be from 0 to {padded}, the padded length.")
+        documents = _documents(padded, context, cu_seqlens) if context.layout == "documents" else None
     agree(context, told)
     whole = gathered(tensor.detach(), context, dim)
+    if documents is not None:
+        whole = whole.index_select(dim, documents.tokens().inverse.to(whole.device))
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 
 
@@ -113,7 +135,7 @@ def document_ids(cu_seqlens: torch.Tensor, context: Context, seqlen: int | None 
     """
     starts = check_cu_seqlens(cu_seqlens)
     total = padded_length(int(cu_seqlens[-1]), context) if seqlen is None else seqlen
-    at = position_ids(total, context, cu_seqlens.device)
+    at = _tokens(total, context, cu_seqlens.device, starts)
     return torch.searchsorted(starts[1:], at, right=True).to(torch.int32)
 
 

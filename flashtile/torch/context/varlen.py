@@ -25,6 +25,7 @@ from flashtile.torch.context.attention import (
 )
 from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
+from flashtile.torch.context.documents import Documents
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.layout import Fetched, Run, runs, seen_keys
@@ -62,7 +63,8 @@ def attention_varlen(
     arguments: those of `attention`, each document by itself: `Softcap`, `Alibi`, windows, a sink. A mask must be a `Band`.
 
     With "ulysses", and with "allgather" in causal order or without a band, ranks work on their tokens' documents alone. Else,
-    and with "ring", the mask `Document` hides the others, at the cost of all pairs that the band leaves.
+    and with "ring", the mask `Document` hides the others, at the cost of all pairs that the band leaves. In layout "documents"
+    ranks have equal work; `shard`, `unshard` and `position_ids` are then given the same cu_seqlens.
     Raises InvalidProblem and NotSupported as `flashtile.distributed.attention` does, on every rank.
     """
     check_context(context)
@@ -74,6 +76,9 @@ def attention_varlen(
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
         want, method = checked(q, k, v, context, packed=True, **{**DEFAULTS, **arguments})
         _check_want(want, q, k)
+        if context.layout == "documents" and not _cuts_off(want):
+            reason = "layout 'documents' with a band that looks ahead; 'zigzag' and 'contiguous' take any"
+            raise NotSupported("attention over ranks", {"torch": [reason]})
         given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse = bool(arguments.get("return_lse", False))
     told = described(
@@ -136,6 +141,8 @@ def _over_positions(
     given: Given,
 ) -> tuple[torch.Tensor, Any]:
     """(out, lse or None): documents as items where they can be told so, otherwise hidden by a mask."""
+    if context.layout == "documents":
+        return _of_documents(q, k, v, context, want, return_lse, given)
     if method == "allgather" and _cuts_off(want):
         return _allgather(q, k, v, context, want, return_lse, given)
     starts = given.tensors["cu_seqlens_q"]
@@ -172,6 +179,33 @@ def _allgather(
         return parts
 
     return attend_gathered(q, k, v, context, want, band, parts_of, return_lse)
+
+
+def _of_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, given: Given
+) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None): a call for each of this rank's chunks, whose items are all documents' parts of it.
+
+    Gathered keys lie chunk by chunk. A call takes those of the chunks that it sees document by document, so that each item's
+    last query stands at its last key.
+    """
+    ranks, total = context.ranks, k.shape[1] * context.ranks
+    documents, everything = Documents.of(given.tensors["cu_seqlens_q"], total, ranks), want.band == FULL
+    longest = given.max_seqlen_q if given.max_seqlen_k is None else given.max_seqlen_k
+    most = None if longest is None else -(-longest // (2 * ranks))  # of a document's chunk
+    parts: list[Part] = []
+    for i, chunk in enumerate((context.rank, 2 * ranks - 1 - context.rank)):
+        seen, size = 2 * ranks if everything else chunk + 1, documents.chunk
+        items = {
+            "cu_seqlens_q": documents.items(chunk, chunk + 1), "cu_seqlens_k": documents.items(0, seen),
+            "max_seqlen_q": most, "max_seqlen_k": None if most is None else most * seen,
+        }  # fmt: skip
+        parts.append(Part(slice(i * size, (i + 1) * size), slice(0, seen * size), items, documents.seen(seen)))
+
+    def parts_of(_: Fetched, want: Wanted) -> list[Part]:
+        return [replace(part, arguments={**want.banded(), **part.arguments}) for part in parts]
+
+    return attend_gathered(q, k, v, context, want, FULL if everything else Band(None, 0), parts_of, return_lse)
 
 
 def _cuts_off(want: Wanted) -> bool:

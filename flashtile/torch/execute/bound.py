@@ -120,8 +120,8 @@ class Bound:
             if lies and buffer.role == "output" and not zeroed and buffer.like not in dict(self.staged):
                 self.alike[buffer.name] = str(buffer.like)
             self.allocations.append((buffer.name, shape, strides, dtype, zeroed))
-        # whether inputs are taken as they are, and all outputs are tensors that nothing but launches writes
-        self.plain = not (self.staged or packed or self.over or self.shared or any(zeroed for *_, zeroed in self.allocations))
+        # whether inputs are taken as they are, and all outputs are tensors, or inputs, that nothing but launches writes
+        self.plain = not (self.staged or packed or self.shared or any(zeroed for *_, zeroed in self.allocations))
         self.launches = [_launcher(call, plan, self.strides, device) for call in plan.calls]
         self.replay: Replay | HostReplay | None = None  # once every kernel is compiled
         self.ahead = _triton.INTERPRETED or not self.on_gpu  # whether nothing is left to compile ahead
@@ -145,6 +145,14 @@ class Bound:
             with torch.cuda.device(self.device):
                 return self.launch(tensors)
         return self.launch(tensors)
+
+    @property
+    def direct(self) -> Replay | None:
+        """What launches everything, of inputs and their addresses alone; None before the first run, and where there is more
+        to be done.
+        """
+        replay = self.replay
+        return replay if isinstance(replay, Replay) and replay.outputs is not None else None
 
     def kernel_launches(self) -> list[KernelLaunch]:
         """Those that launch anything."""
@@ -177,9 +185,9 @@ class Bound:
             ):
                 self.replay = Replay(
                     self.plan, self.device, self.kernel_launches(), self.allocations, self.inputs,
-                    self.alike if self.plain else None,
+                    self.alike if self.plain else None, dict(self.over),
                 )  # fmt: skip
-            elif len(self.launches) == 1 and isinstance(self.launches[0], HostStep) and self.plain:
+            elif len(self.launches) == 1 and isinstance(self.launches[0], HostStep) and self.plain and not self.over:
                 self.replay = self.launches[0].replay({name: tensors[name] for name in self.inputs})
         for name, source in self.shared:
             tensors[name] = tensors[source]

@@ -85,10 +85,12 @@ class PreparedCall:
         others: Sequence[torch.Tensor],
         parts: Tensors | None = None,
         whole: bool = True,
+        into: torch.Tensor | None = None,
         needs: tuple[bool, ...] | None = None,
     ) -> list[torch.Tensor]:
         """The plan's outputs, `kept` in order: out and lse first; unless `whole`, what is behind out may be None.
 
+        into: where out is to be written, if kernels can; it is then the first of the outputs.
         needs: which inputs want a gradient. A first call then compiles also the backward's kernels.
         """
         replay = self.bound_forward and self.bound_forward.replay
@@ -97,7 +99,7 @@ class PreparedCall:
                 packs = tuple((self.packing.unpack(packs) if parts is None else parts).values())
             inputs = *packs, *others
             if isinstance(replay, Replay):
-                return replay.direct(inputs, addresses_of(inputs), whole)
+                return replay.direct(inputs, addresses_of(inputs), whole, None if into is None else ("out", into))
             made = replay.direct(inputs)
             if replay.fits and self.packing is APART:
                 self.hosted = replay.function
@@ -118,10 +120,12 @@ class PreparedCall:
         dlse: torch.Tensor | None,
         needs: tuple[bool, ...],
         wide_keys: bool = False,
+        into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all inputs, None where not needed; saved: the inputs, then what the forward returned.
 
-        wide_keys: those of 16-bit k and v are float32.
+        wide_keys: those of 16-bit k and v are float32. into: where dq, which is needed, is to be written, if kernels can; it is
+        then what is returned.
         """
         count = len(self.packing.packs)
         first_kept = count + len(self.names)
@@ -141,7 +145,7 @@ class PreparedCall:
             direct = self.direct.get(key)
             if direct is not None:
                 replay, places = direct
-                made = replay.direct(inputs, addresses)
+                made = replay.direct(inputs, addresses, into=None if into is None else ("dq", into))
                 if isinstance(replay, HostReplay) and replay.fits and dlse is None:
                     self.hosted_backward[needs] = replay.function, places
                 return tuple(made) if places is None else tuple([None if i is None else made[i] for i in places])

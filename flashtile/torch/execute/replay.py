@@ -18,12 +18,14 @@ from flashtile.torch.execute.descriptor import MOST_ADDRESSES
 from flashtile.torch.execute.graph import Launches, LaunchGraph
 
 SCRATCH_ALIGNMENT_BYTES = 256  # of buffers in one allocation; the bulk copy engine and wide loads want 16
+ALIGNED_BYTES = 16  # of every output that is made, which Triton specialises on, and the bulk copy engine asks for
 KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger problems the host's time does not count
 MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
 MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
 BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
 
 
+Into = tuple[str, torch.Tensor]  # the name of an output, and where it is to be
 Allocation = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, bool]  # name, shape, strides, dtype, zeroed
 Tensors = dict[str, torch.Tensor]
 
@@ -55,12 +57,14 @@ class Replay:
         allocations: Sequence[Allocation],
         inputs: Sequence[str],
         alike: Mapping[str, str] | None,
+        over: Mapping[str, str],
     ):
         """allocations: of all buffers that a run makes. alike: of these outputs the inputs that they lie like; None unless
-        inputs are taken as they are and all outputs are tensors that nothing but launches writes."""
+        inputs are taken as they are and all outputs are tensors, or inputs, that nothing but launches writes. over: of these
+        outputs the inputs that they are."""
         scratch = {b.name for b in plan.named("scratch")}
         self.device, self.known = device, Memory[tuple[int, ...], Met](MOST_ADDRESSES)
-        self.launches = launches
+        self.launches, self.over = launches, over
         self.allocations = [a for a in allocations if a[0] not in scratch or a[4]]
         self.offsets, self.scratch_bytes = dict[str, int](), 0
         for name, shape, _, dtype, zeroed in allocations:
@@ -81,28 +85,39 @@ class Replay:
             for a in self.allocations
         ]
 
-    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True) -> list[Any]:
+    def direct(
+        self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True, into: Into | None = None
+    ) -> list[Any]:
         """The plan's outputs, of inputs (and where they lie) in the order in which they were bound; unless `whole`, optional
-        outputs are None.
+        outputs are None. into: where one of them is to be; another tensor is made where it cannot.
 
         Only of plain bindings. It takes half of the host's time of `Bound.run`.
         """
         assert self.outputs is not None
         if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.direct(inputs, addresses, whole)
+                return self.direct(inputs, addresses, whole, into)
         places = [torch._C._cuda_getCurrentRawStream(self.device.index), *addresses]
         outputs: list[Any] = []
+        there = None if into is None else self.place_of(*into)
         for like, make, optional in self.outputs:
             if optional and not whole:
                 outputs.append(None)
                 places.append(0)
                 continue
-            tensor = make(inputs[like])
+            tensor = into[1] if into is not None and len(outputs) == there else make(inputs[like])
             outputs.append(tensor)
             places.append(tensor.data_ptr())
         self.launch(places)
         return outputs
+
+    def place_of(self, name: str, tensor: torch.Tensor) -> int | None:
+        """Which output is of this name, if the tensor can take its place: laid alike along all axes that are longer than 1."""
+        place = self.made.index(name)
+        _, shape, strides, dtype, _ = self.allocations[place]
+        lies = all(a == b for a, b, n in zip(tensor.stride(), strides, shape, strict=True) if n > 1)
+        fits = lies and tensor.shape == shape and tensor.dtype is dtype and not tensor.data_ptr() % ALIGNED_BYTES
+        return place if fits else None
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -151,6 +166,7 @@ class Replay:
         stream, *addresses = places
         by_name = dict(zip(self.names, addresses, strict=False))
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
+        by_name.update((name, by_name[source]) for name, source in self.over.items() if source in by_name)
         met = self.known[places] = Met([(x.launch, (*x.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return met
 
@@ -176,8 +192,10 @@ class HostReplay:
         self.made, self.layouts = [*layouts], [*layouts.values()]
         self.fits = False  # whether the function's outputs are known to lie as the plan's
 
-    def direct(self, inputs: Sequence[torch.Tensor], addresses: Sequence[int] = (), whole: bool = True) -> list[torch.Tensor]:
-        """The plan's outputs, of inputs in the order in which they were bound."""
+    def direct(
+        self, inputs: Sequence[torch.Tensor], addresses: Sequence[int] = (), whole: bool = True, into: Into | None = None
+    ) -> list[torch.Tensor]:
+        """The plan's outputs, of inputs in the order in which they were bound; never those that a caller has."""
         made = self.function(*inputs)
         if made is None:
             tensors = dict(zip(self.inputs, inputs, strict=True))

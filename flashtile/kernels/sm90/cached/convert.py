@@ -1,6 +1,11 @@
-"""fp16 of tiles of 8 bits: the matrix unit multiplies nothing else of a cache with queries of 16 bits."""
+"""fp16 of tiles of 8 bits: the matrix unit multiplies nothing else of a cache with queries of 16 bits.
+
+Who multiplies converts, or who loads does, a warpgroup then. A third role would cost the registers of another warpgroup: two
+blocks of two warpgroups with 128 for each thread fill a multiprocessor.
+"""
 
 from flashtile.kernels.device.stored import widened
+from flashtile.kernels.sm90.cached.producer import boxes_of, fill_both, load_tile
 from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast
 
@@ -9,15 +14,47 @@ EDGE_ROWS = gl.constexpr(16)  # that are converted at a time where some may be N
 
 
 @gluon.jit
-def convert_tile(tiles, place, wide, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr):
-    """The ring's tile of bytes at a place as the tile `wide`, of keys from `start` on, ROWS at a time; zeros for rows that no
-    query sees, which may be NaN.
+def load_and_convert(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
+    """Role: bring every key tile of a block, and its values, a ring ahead, and convert them. Pages are looked up before a tile
+    is converted, behind which they are asked for.
+    """
+    AHEAD: gl.constexpr = T.pipeline.stages * T.block_k
+    use = gl.to_tensor(0)
+    for start in range(seat.first, gl.minimum(seat.end, seat.first + AHEAD), T.block_k):
+        load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
+        use += 1
+    use = gl.to_tensor(0)
+    for start in range(seat.first, seat.end, T.block_k):
+        pages, rows = boxes_of(start + AHEAD, table_ptr, table_strides, seat, k_desc.shape[0], T)
+        hand_on(mem.k, mem.loaded_k, mem.wide_k, mem.keys, use, start, seat, T.parts_k, T)
+        hand_on(mem.v, mem.loaded_v, mem.wide_v, mem.values, use, start, seat, T.parts_v, T)
+        if start + AHEAD < seat.end:
+            fill_both(k_desc, v_desc, mem, use + T.pipeline.stages, pages, rows, seat, T)
+        use += 1
+
+
+@gluon.jit
+def hand_on(tiles, loaded, wide, channel, use, start, seat, PARTS: gl.constexpr, T: gl.constexpr):
+    """A tile that was loaded, as one of the ring `wide`."""
+    loaded.wait(use)
+    channel.claim(use)
+    convert_tile(tiles, loaded.at(use), wide, channel.at(use), start, seat, PARTS, T.block_k, T)
+    loaded.release(use)
+    channel.hand_over(use)
+
+
+@gluon.jit
+def convert_tile(
+    tiles, place, wide, wide_place, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
+    """The ring's tile of bytes at a place as the one of `wide` at another, of keys from `start` on, ROWS at a time; zeros
+    for rows that no query sees, which may be NaN.
     """
     BLOCK_K: gl.constexpr = T.block_k
     WIDTH: gl.constexpr = PARTS * COLUMNS
     BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, WIDTH], tiles.dtype)
     narrow = recast(tiles, tiles.dtype, [T.pipeline.stages, BLOCK_K, WIDTH], BYTES).index(place)
-    whole = first_parts(wide, 0, BLOCK_K, COLUMNS, PARTS)
+    whole = first_parts(wide, wide_place, BLOCK_K, COLUMNS, PARTS)
     if (start >= seat.seen_from) & (start + BLOCK_K <= seat.seen_to):
         convert_rows(narrow, whole, start, seat, False, ROWS, T)
     else:

@@ -3,7 +3,7 @@
 A block has 64 rows, queries packed with the heads that share keys, and goes through a few parts of the keys, as the portable
 kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
 n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
-then multiplied, too; keys are waited for, values are converted while keys are multiplied.
+then multiplied, too: keys are waited for, values are converted while keys are multiplied. Where T.apart who loads converts.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.convert import convert_tile
+from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
 from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -43,8 +43,8 @@ VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while ke
 @aggregate
 class CachedMemory:
     """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
-    of a box, 64], with their channels. Of 8 bits a box has all columns, and wide_k and wide_v, [parts, keys, 64], are the tiles
-    that are multiplied; otherwise they are the rings.
+    of a box, 64], with the channels that fill them. Of 8 bits a box has all columns, and wide_k and wide_v, [places x parts,
+    keys, 64], hold the tiles that are multiplied: rings with channels of their own where T.apart. Else all are the same.
     """
 
     q: gl.shared_memory_descriptor
@@ -54,10 +54,13 @@ class CachedMemory:
     wide_v: gl.shared_memory_descriptor
     keys: Channel
     values: Channel
+    loaded_k: Channel
+    loaded_v: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, wide_k, wide_v, keys, values):
+    def __init__(self, q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v):
         self.q, self.k, self.v, self.wide_k, self.wide_v, self.keys, self.values = q, k, v, wide_k, wide_v, keys, values
+        self.loaded_k, self.loaded_v = loaded_k, loaded_v
 
 
 class CachedSeat(NamedTuple):
@@ -275,17 +278,17 @@ def step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
 
 @gluon.jit
 def take(tiles, channel, wide, use, start, seat, PARTS: gl.constexpr, ROWS: gl.constexpr, T: gl.constexpr):
-    """Wait for a tile; what is stored in 8 bits is converted, ROWS at a time, and let go of."""
+    """Wait for a tile; what is still of 8 bits is converted, ROWS at a time, and let go of."""
     channel.wait(use)
-    if T.converts:
-        convert_tile(tiles, channel.at(use), wide, start, seat, PARTS, ROWS, T)
+    if T.converts and not T.apart:
+        convert_tile(tiles, channel.at(use), wide, 0, start, seat, PARTS, ROWS, T)
         channel.release(use)
 
 
 @gluon.jit
 def let_go(channel, use, T: gl.constexpr):
     """Let go of a tile that was multiplied."""
-    if not T.converts:
+    if T.apart or not T.converts:
         channel.release(use)
 
 
@@ -327,8 +330,8 @@ def add_values(rows, mem, use, T: gl.constexpr):
 
 @gluon.jit
 def place_of(channel, use, T: gl.constexpr):
-    """Where the tile to be multiplied is: of converted ones there is one place."""
-    if T.converts:
+    """Where the tile to be multiplied is: who multiplies converts into one place."""
+    if T.converts and not T.apart:
         return 0
     else:
         return channel.at(use)
@@ -339,15 +342,21 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
     """Scores, -inf where a row does not see a key; values that no row sees become 0, as converted ones are: they may be NaN."""
     BLOCK_K: gl.constexpr = T.block_k
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
-        row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
-        key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-        band = (sizes[4], sizes[5])
-        keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), band, T)
-        score = gl.where(keep, score, float("-inf"))
+        score = hidden(score, start, seat, sizes, T)
         if not T.converts:
             if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
                 blank(mem, use, seat.seen_from - start, seat.seen_to - start, T)
     return score
+
+
+@gluon.jit
+def hidden(score, start, seat, sizes, T: gl.constexpr):
+    """Scores of the key tile at `start`, -inf where a row does not see a key."""
+    BLOCK_K: gl.constexpr = T.block_k
+    row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
+    key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
+    return gl.where(keep, score, float("-inf"))
 
 
 @gluon.jit
@@ -365,14 +374,17 @@ def blank(mem, use, first, end, T: gl.constexpr):
 
 
 @gluon.jit
-def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr):
-    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them."""
-    COLUMNS: gl.constexpr = T.columns_v
+def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them; acc's columns are those of values
+    from FIRST on.
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
     row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
     place = part_place(part, row, head, seat, sizes)
-    gl.store(part_ptrs[1] + place, rows.top, mask=exists)
-    gl.store(part_ptrs[2] + place, rows.total, mask=exists)
-    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    if FIRST == 0:
+        gl.store(part_ptrs[1] + place, rows.top, mask=exists)
+        gl.store(part_ptrs[2] + place, rows.total, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
     at = place[:, None] * T.head_dim_v + value[None, :]
     gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
 
@@ -386,17 +398,21 @@ def part_place(part, row, head, seat, sizes):
 
 
 @gluon.jit
-def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr):
-    """out and lse of finished rows, by the operations of `device/decoding.py`. out_ptrs = (out, lse, sink or None)."""
-    COLUMNS: gl.constexpr = T.columns_v
+def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """out and lse of finished rows, by the operations of `device/decoding.py`; acc's columns are those of values from FIRST on.
+
+    out_ptrs = (out, lse, sink or None).
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
     row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
     rows = scored(rows, T)
     if T.modifiers.sink:
         rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
     out, lse = finish(rows, T)
-    at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
-    gl.store(out_ptrs[1] + at, lse, mask=exists)
-    value = gl.arange(0, COLUMNS, column_layout(COLUMNS))
+    if FIRST == 0:
+        at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
+        gl.store(out_ptrs[1] + at, lse, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
     at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
     at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
     gl.store(out_ptrs[0] + at, out.to(out_ptrs[0].dtype.element_ty), mask=exists[:, None] & (value < T.head_dim_v)[None, :])
@@ -422,20 +438,28 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     k = gl.allocate_shared_memory(k_desc.dtype, [BOXES * T.copied_k, 1, 1, T.box, T.copied_columns_k], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [BOXES * T.copied_v, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
-    wide_k, wide_v = k, v
+    loaded_k, loaded_v = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
+    wide_k, wide_v, keys, values = k, v, loaded_k, loaded_v
     if T.converts:
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_k, STRIP], KIND)
-        wide_k = gl.allocate_shared_memory(KIND, [T.parts_k, T.block_k, STRIP], WIDE)
-        wide_v = gl.allocate_shared_memory(KIND, [T.parts_v, T.block_k, STRIP], WIDE)
-    keys, values = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
-    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values)
+        wide_k = gl.allocate_shared_memory(KIND, [T.places * T.parts_k, T.block_k, STRIP], WIDE)
+        wide_v = gl.allocate_shared_memory(KIND, [T.places * T.parts_v, T.block_k, STRIP], WIDE)
+        if T.apart:
+            keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
+    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
-    gl.warp_specialize([
-        (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
-        (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
-    ], [1], [T.pipeline.loader_registers])  # fmt: skip
+    if T.apart:
+        gl.warp_specialize([
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
+            (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+        ], [4], [T.pipeline.loader_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
+            (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+        ], [1], [T.pipeline.loader_registers])  # fmt: skip

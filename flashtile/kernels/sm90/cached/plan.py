@@ -17,13 +17,15 @@ from flashtile.problem.cache import CachedProblem
 def plan_cached(problem: CachedProblem, device: Device, name: str, launch: CachedLaunch | None = None) -> Plan:
     """The forward of one launch, or of parts and their sum; `launch` overrides the tile."""
     from flashtile.kernels.sm90.cached.kernel import decode_hopper
+    from flashtile.kernels.sm90.cached.latent import decode_latent
 
     p, pages, split = problem.attention, problem.pages, problem.split
     launch = choose.choose_cached(problem) if launch is None else launch
     heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
     tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
     chunks = -(-p.group // heads)
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, choose.PROGRAMS)
+    least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
+    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, least)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
     sums = tile.split > 0 and not tile.direct  # by a launch of its own
@@ -35,16 +37,20 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         (Pointer(name), Strides(name)) if scaled else (None, (0, 0))
         for name, scaled in (("k_scale", tile.k_scale), ("v_scale", tile.v_scale))
     )
+    keys = Descriptor("k", (1, 1, tile.box, tile.copied_columns_k))
+    strides = Strides("q"), Strides("out"), Strides("sink") if sink else (0,)
+    sizes = (
+        table, Pointer("seqused_k"), p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
+        (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
+    )  # fmt: skip
+    if problem.shared:
+        kernel, args = decode_latent, (keys, Pointer("q"), outputs, strides, *sizes)
+    else:
+        values = Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
-        decode_hopper, (tiles * shares * p.heads_kv * chunks, 1, 1),
-        (
-            Descriptor("k", (1, 1, tile.box, tile.copied_columns_k)), Descriptor("v", (1, 1, tile.box, tile.copied_columns_v)),
-            Pointer("q"), outputs,
-            (Strides("q"), Strides("out"), Strides("sink") if sink else (0,)), scales, table, Pointer("seqused_k"), p.seqlen_q,
-            p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
-            (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
-        ),
-        (("T", tile),), 4, contracts=False, registers=launch.registers, early=True,
+        kernel, (tiles * shares * p.heads_kv * chunks, 1, 1), args, (("T", tile),), 4, contracts=False,
+        registers=launch.registers, early=True,
     )  # fmt: skip
     calls = [forward]
     if sums:

@@ -10,10 +10,22 @@ def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
     """Role: bring every key tile of a block, and its values, into shared memory."""
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
-        pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-        fill(k_desc, mem.k, mem.keys, use, pages, rows, seat.head, T.copied_k, T)
-        fill(v_desc, mem.v, mem.values, use, pages, rows, seat.head, T.copied_v, T)
+        load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
         use += 1
+
+
+@gluon.jit
+def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T: gl.constexpr):
+    """Bring the key tile at `start`, and its values, once their places are free."""
+    pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
+    fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T)
+
+
+@gluon.jit
+def fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T: gl.constexpr):
+    """The same, of these boxes."""
+    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T)
+    fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
 
 
 @gluon.jit
@@ -40,11 +52,11 @@ def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
 
 
 @gluon.jit
-def fill(desc, tiles, channel, use, pages, rows, head, PARTS: gl.constexpr, T: gl.constexpr):
-    """Load a tile into its place in the ring."""
+def fill(desc, tiles, channel, use, pages, rows, head, PARTS: gl.constexpr, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Load PARTS strips of a tile, from the strip FIRST on, into their place in the ring."""
     BOXES: gl.constexpr = T.boxes
     bar = channel.acquire(use, desc.block_type.nbytes * PARTS * BOXES)
     for box in gl.static_range(BOXES):
         for part in gl.static_range(PARTS):  # a row's strips stand side by side in memory: they are asked for together
             place = (channel.at(use) * PARTS + part) * BOXES + box
-            tma_load(desc, [pages[box], head, rows[box], part * STRIP], bar, tiles.index(place))
+            tma_load(desc, [pages[box], head, rows[box], (FIRST + part) * STRIP], bar, tiles.index(place))

@@ -2,6 +2,7 @@
 
 from flashtile.kernels.device.exponential import LN2, LOG2E
 from flashtile.kernels.device.score import unit
+from flashtile.kernels.device.softmax import divisor
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
 from flashtile.kernels.sm90.device.partial import store_part
 from flashtile.kernels.sm90.device.parts import first_parts, part_at
@@ -48,12 +49,16 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     seen = total != 0.0
     if T.items.ragged:
         seen = seen & (index < size.seqlen_q)
-    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    weight = total
+    if not T.stored.fp8 and T.modifiers.early < 0:  # where a tensor is added the portable kernels compute such rows again
+        weight = divisor(total, level, out_desc.dtype)
+    share = 1.0 / gl.where(total == 0.0, 1.0, weight)
     if T.modifiers.sink:  # one more key, whose value is zero
         top = gl.maximum(level, sink)
         top = gl.where(top == float("-inf"), 0.0, top)
-        total = total * gl.exp2(level - top) + gl.exp2(sink - top)
-        share = gl.exp2(level - top) / gl.where(total == 0.0, 1.0, total)
+        decay, last = gl.exp2(level - top), gl.exp2(sink - top)
+        total = total * decay + last
+        share = decay / gl.where(total == 0.0, 1.0, weight * decay + last)
         level = gl.where(total == 0.0, float("-inf"), top)
     lse = (level + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
     if T.items.ragged:

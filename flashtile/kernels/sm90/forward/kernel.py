@@ -32,6 +32,7 @@ from flashtile.kernels.sm90.device.scores import (
     across,
     exponentials,
     fetch,
+    first_of_lanes,
     lane_sums,
     lanes_of,
     level,
@@ -77,6 +78,7 @@ from flashtile.triton_glue.gluon import (
     gl,
     gluon,
     role_barrier,
+    row_products,
     settled,
     store_wait,
     uniform,
@@ -125,7 +127,7 @@ class ForwardRows(NamedTuple):
     fetched: gl.tensor  # what a modifier loads of the next key tile
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
     decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
-    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent, which is 0 at the maximum
+    depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent
 
 
 @gluon.jit
@@ -349,7 +351,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     total = lane_sums(p, T)
     depth = ()
     if T.finds_entropy:
-        depth = lane_sums(weighed(p, below, T.mask.masked, T), T)
+        depth = depth_sums(p, below, T.mask.masked, T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
@@ -427,10 +429,16 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if T.softmax.draws_ahead:
             drawn = spread_words(rows.ahead, T.block_k, False)
             ahead = words_of(uniform(following), at, size, given[0], T)
-        p = exponentials(score * factor - across(level(base, MASKED, T), KEYS), MASKED, T)
+        below = score * factor - across(level(base, MASKED, T), KEYS)
+        p = exponentials(below, MASKED, T)
+        if T.finds_entropy:
+            depth = depth_sums(p, below, MASKED, T)
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
+        if T.finds_entropy:
+            rise, jump = level(rows.top, MASKED, T) - level(top, MASKED, T), level(base, MASKED, T) - level(top, MASKED, T)
+            depth = (rows.depth + rows.total * rise) * decay + (depth * gl.exp2(jump) + sums * jump)
         if (
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
@@ -464,7 +472,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         total = rows.total * decays + lane_sums(p, T)
         if T.finds_entropy:
             rise = gl.convert_layout(rise, LANES)[:, None]
-            depth = (rows.depth + rows.total * rise) * decays + lane_sums(weighed(p, below, MASKED, T), T)
+            depth = (rows.depth + rows.total * rise) * decays + depth_sums(p, below, MASKED, T)
         if T.stored.fp8:
             weights = stored_weights(p, T)
         else:
@@ -475,12 +483,12 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
 
 
 @gluon.jit
-def weighed(p, below, MASKED: gl.constexpr, T: gl.constexpr):
-    """Probabilities times their exponents; 0 where there is none."""
+def depth_sums(p, below, MASKED: gl.constexpr, T: gl.constexpr):
+    """As `lane_sums`, of probabilities times their exponents; 0 where there is none."""
+    KEYS: gl.constexpr = p.shape[1]
     if MASKED or T.may_start_empty:
-        return gl.where(p > 0.0, p * below, 0.0)
-    else:
-        return p * below
+        below = gl.maximum(below, -1024.0)  # of which 2 to the power is 0, as to that of minus infinity
+    return first_of_lanes(row_products(p, below, KEYS), T)
 
 
 @gluon.jit

@@ -14,25 +14,39 @@ from flashtile.problem.dtype import DType
 STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
+LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
 LOADER_REGISTERS = 40
+CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
+LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
+APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
 
 
 @dataclass(frozen=True)
 class CachedLaunch:
-    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor."""
+    """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; of latents, whether a consumer multiplies
+    a tile's keys before it is given the probabilities of the tile before, and by how much scores exceed what is subtracted
+    from them, in units of log2, before that rises.
+    """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
+    places: int = 0
+    keys_first: bool = False
+    slack: int = 0
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
-        return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
+        words += [f"places={self.places}"] if self.places else []
+        words += [f"registers={self.registers}"] if self.registers else []
+        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,11 @@ class CachedPipeline:
     """What is under way, and who has which registers."""
 
     stages: int  # key and value tiles under way
+    places: int = 0  # of converted ones that wait to be multiplied; 0 where who multiplies converts
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
+    registers: int = 240  # of each thread of a consumer, where there are two
+    keys_first: bool = False
+    slack: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +112,14 @@ class CachedTile(Narrow):
         return self.stored != ""
 
     @property
+    def apart(self) -> bool:
+        """Whether the role that loads converts them."""
+        return self.pipeline.places > 0
+
+    @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return 1 if self.converts else self.pipeline.stages
+        return self.pipeline.places or (1 if self.converts else self.pipeline.stages)
 
     @property
     def copied_columns_k(self) -> int:
@@ -119,15 +142,19 @@ class CachedTile(Narrow):
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
-    64 KiB, beside 32 of what they become; the others of these are guesses.
+    32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
     """
-    p = problem.attention
+    p, pages = problem.attention, problem.pages
+    if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
+        return tuple(CachedLaunch(64, 2, None, 0, first, slack) for first in (True, False) for slack in (0, 8))
+    narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
-        narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+        apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
         if narrow:
-            return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None)
-        return CachedLaunch(64, 4), CachedLaunch(32, 6), CachedLaunch(64, 8, None)
-    if max(p.head_dim, p.head_dim_v) <= STRIP:
+            apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
+        best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
+        return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
+    if narrow:
         return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
     return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
@@ -140,14 +167,18 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     p, pages = problem.attention, problem.pages
     direct = bool(problem.split) and parts >= problem.splits
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
+    if problem.shared:  # accumulators leave no registers for the sum of another part
+        direct = folds = problem.splits == 1
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
+    pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
+    if problem.shared:
+        pipeline = CachedPipeline(launch.stages, 0, 24, keys_first=launch.keys_first, slack=launch.slack)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), CachedPipeline(launch.stages),
-        *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
     )  # fmt: skip
 
 
@@ -162,8 +193,12 @@ def refusals(problem: CachedProblem) -> list[str]:
         reasons.append(f"the cache stores {stored.dtype}; supported are {', '.join(WIDENED)} and the queries' dtype")
     if stored is not None and "token" in (stored.k_scale, stored.v_scale):
         reasons.append("rows of the cache have scales of their own; supported are scales of an item's head, or none")
-    if problem.shared:
-        reasons.append("values are columns of the keys; supported are keys and values apart")
+    if problem.shared and (stored is not None or (p.head_dim, p.head_dim_v) != LATENT_DIMS):
+        kept = "" if stored is None else f" of {stored.dtype}"
+        reasons.append(
+            f"values are the first {p.head_dim_v} of the {p.head_dim} columns of the keys{kept}; supported are "
+            f"{LATENT_DIMS[1]} of {LATENT_DIMS[0]}, of the queries' dtype, or keys and values apart"
+        )
     if p.lengths.varlen:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
     if p.where or p.score:
@@ -176,7 +211,7 @@ def refusals(problem: CachedProblem) -> list[str]:
             f"page_size is {size}; supported are powers of two from {SWIZZLED_ROWS} on, which the copy engine moves as boxes"
         )
     step = 8 if stored is None else 16
-    for name in ("head_dim", "head_dim_v"):
+    for name in () if problem.shared else ("head_dim", "head_dim_v"):
         dim = getattr(p, name)
         if dim > MAX_HEAD_DIM or dim % step:
             reasons.append(f"{name} is {dim}; supported are multiples of {step} up to {MAX_HEAD_DIM}")

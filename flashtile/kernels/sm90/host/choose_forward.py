@@ -108,6 +108,16 @@ QUERIES: dict[int, ForwardTiling] = {
         (64, 128, 3, 1.4), (96, 128, 2, 1.8), (128, 128, 2, 2.15), (192, 64, 2, 1.8), (256, 64, 1, 2.4),
     )
 }  # fmt: skip
+# Of forward mode, by the wider head dim and whether keys or values move, too. Prices are the matrix unit's share, and a third.
+TANGENTS: dict[tuple[int, bool], ForwardTiling] = {
+    (width, more): ForwardTiling(
+        ForwardLaunch(block_k=keys, stages=stages, resident=True, staged=False, loader_warps=1, apart=True), key_us,
+        f"forward mode, of {width} columns, has stages of {keys} keys: {stages}", measured="reckoned",
+    )
+    for width, more, keys, stages, key_us in (
+        (64, False, 128, 3, 1.5), (64, True, 128, 2, 2.2), (128, False, 64, 3, 1.5), (128, True, 64, 2, 2.2),
+    )
+}  # fmt: skip
 STORED = "of bytes, whose products are begun anew for every key tile: three warpgroups fill each other's gaps"
 STORED_WIDE = "of bytes and 256 columns two warpgroups have registers for accumulators, and each half's product beside them"
 STORED_SHAPED = "of bytes, with modifiers, which three warpgroups have no registers for"
@@ -177,6 +187,13 @@ def queries_choice(problem: AttentionProblem, device: Device) -> tuple[ForwardLa
         return replace(launch, swizzle=min(p.heads_q, 4)), (*fired, UNEVEN)
     found, (_, *more) = _cheapest(p, (replace(tiling, launch=launch, key_us=key_us),), device.sm_count)
     return found, (*fired, *more)
+
+
+def tangent_choice(
+    problem: AttentionProblem, device: Device, moved: frozenset[str]
+) -> tuple[ForwardLaunch, tuple[Reason, ...]]:
+    """The tile of a tangent, and the rules that fired."""
+    return _cheapest(problem, (TANGENTS[_width(problem), moved != {"q"}],), device.sm_count)
 
 
 # What 128 keys need besides spills.

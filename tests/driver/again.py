@@ -1,0 +1,121 @@
+"""Runs calls over a cache several times as if on an H100, and prints of each whether those that are known launch with the
+tensors of the first; then what a call takes of the host, in microseconds, where launches cost nothing.
+
+See test_host.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.driver.card import pretend
+
+# isort: split
+
+import flashtile
+from flashtile import append_to_cache, attention, attention_cached
+from flashtile.torch.cache.known import Known
+from flashtile.torch.execute.bound import Bound
+from flashtile.torch.execute.replay import Replay
+
+HEADS, KV, DIM, ROWS, PAGE, BATCH = 8, 2, 64, 256, 64, 2
+ROUNDS, CALLS = 60, 25
+Call = Callable[[], Any]
+
+
+def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
+    """(calls of `attention_cached`, of `append_to_cache`), and the dense call beside which they are timed."""
+    normal = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    q, k, v = normal(BATCH, 1, HEADS, DIM), normal(BATCH, ROWS, KV, DIM), normal(BATCH, ROWS, KV, DIM)
+    used, first = torch.tensor([200, 100], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    table = torch.arange(BATCH * ROWS // PAGE, dtype=torch.int32).view(BATCH, -1)
+    pages = [pool.view(-1, PAGE, KV, DIM) for pool in (k, v)]
+    new, packed = (normal(BATCH, 1, KV, DIM), normal(BATCH, 1, KV, DIM)), normal(5, HEADS, DIM)
+    starts = torch.tensor([0, 4, 5], dtype=torch.int32)
+    eight, scale, sink = [t.to(torch.float8_e4m3fn) for t in pages], torch.ones(KV), torch.zeros(HEADS)
+    latent, wide = normal(8, PAGE, 1, 192), normal(BATCH, 1, HEADS, 192)
+    cached: dict[str, Call] = {
+        "contiguous": lambda: attention_cached(q, k, v, seqused_k=used, causal=True),
+        "pages": lambda: attention_cached(q, *pages, table, seqused_k=used, causal=True, return_lse=True),
+        "first_k, sinks, a window": lambda: attention_cached(
+            q, *pages, table, seqused_k=used, first_k=first, sink=sink, window=(99, 0), split=128
+        ),
+        "packed": lambda: attention_cached(packed, *pages, table, seqused_k=used, cu_seqlens_q=starts, causal=True),
+        "8 bits": lambda: attention_cached(q, *eight, table, seqused_k=used, k_scale=scale, v_scale=scale, split=128),
+        "latent": lambda: attention_cached(wide, latent, latent[..., :128], table, seqused_k=used),
+        "append": lambda: attention_cached(q, *pages, table, seqused_k=used, append=new, causal=True),
+    }  # fmt: skip
+    slots = torch.tensor([[7], [300]])
+    appends: dict[str, Call] = {
+        "append by lengths": lambda: append_to_cache(*new, *pages, table, seqused_k=used),
+        "append by slots": lambda: append_to_cache(*new, *pages, slots=slots),
+        "append of 8 bits": lambda: append_to_cache(*new, *eight, table, seqused_k=used, k_scale=scale, v_scale=scale),
+    }
+    return cached, appends
+
+
+def launched(call: Call) -> list[dict[str, int]]:
+    """Of every plan that a call runs, its inputs by name: where they lie."""
+    ran: list[dict[str, int]] = []
+    run, direct = Bound.run, Replay.direct
+
+    def by_name(self: Bound, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ran.append({name: tensors[name].data_ptr() for name in self.inputs})
+        return run(self, tensors)
+
+    def by_place(self: Replay, inputs: Any, addresses: Any, whole: bool = True) -> list[Any]:
+        names = [name for name in self.names if name not in self.made]
+        assert [t.data_ptr() for t in inputs] == list(addresses)
+        ran.append(dict(zip(names, addresses, strict=True)))
+        return direct(self, inputs, addresses, whole)
+
+    with patch.object(Bound, "run", by_name), patch.object(Replay, "direct", by_place):
+        made = call()
+    if isinstance(made, tuple):
+        assert [str(t.dtype) for t in made] == ["torch.bfloat16", "torch.float32"]
+    return ran
+
+
+def least_us(call: Call) -> float:
+    """Microseconds of a call in the quickest of many rounds."""
+    rounds: list[float] = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.perf_counter() - begun) / CALLS * 1e6)
+    return min(rounds)
+
+
+def main() -> None:
+    cached, appends = calls_of()
+    dense = [torch.randn(1, 128, 8, 64).bfloat16() for _ in "qkv"]
+    pretend()
+    known: list[int] = []
+    run: Any = Known.run
+    with torch.no_grad(), patch.object(Known, "run", lambda *given: known.append(1) or run(*given)):
+        for name, call in {**cached, **appends}.items():
+            known.clear()
+            first, second, third = (launched(call) for _ in range(3))
+            alike = [{n: a for n, a in one.items() if n != "seqused_k" or "append" not in name} for one in first]
+            for other in (second, third):  # the lengths with the new rows are new ones
+                assert [{n: one[n] for n in mine} for one, mine in zip(other, alike, strict=True)] == alike, name
+                assert [one.keys() for one in other] == [one.keys() for one in first], name
+            print(name, len(known), [len(one) for one in third], sep="|")
+    for written in ("LAUNCHES", "EARLY"):  # from now on nothing is
+        del os.environ[written]
+    with torch.no_grad():
+        print("dense", least_us(lambda: attention(*dense, causal=True)), sep="|")
+        for name, call in {**cached, **appends}.items():
+            print(name, least_us(call), sep="|")
+    print(*flashtile.cache_info(), sep="|")
+
+
+if __name__ == "__main__":
+    main()
