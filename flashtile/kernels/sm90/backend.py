@@ -363,7 +363,7 @@ class HopperBackend:
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))
         if launch.ungrouped:
-            calls += [head_sums(p, n) for n in "kv" if n in gradients.wanted]
+            calls += head_sums(p, [n for n in "kv" if n in gradients.wanted])
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -392,13 +392,15 @@ BACKEND = HopperBackend()
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
-def head_sums(p: AttentionProblem, name: str) -> KernelCall:
-    """dk or dv ("k", "v") of the gradients that query heads have made apart."""
-    width = p.head_dim if name == "k" else p.head_dim_v
-    tile = HeadSums(p.group, width, 1 << (width - 1).bit_length())
+def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:
+    """dk and dv ("k", "v"), of those that are wanted, from the gradients that query heads have made apart."""
+    if not names:
+        return []
+    tile = HeadSums(p.group, tuple(p.head_dim if n == "k" else p.head_dim_v for n in names))
     grid = (-(-p.span_k // tile.rows) * p.heads_kv * p.slabs, 1, 1)
-    args = (Pointer(f"d{name}.heads"), Pointer(f"d{name}"), Strides(f"d{name}"), p.span_k, p.heads_kv)
-    return KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)
+    sources, targets = (tuple(Pointer(f"d{n}{tail}") for n in names) for tail in (".heads", ""))
+    args = (sources, targets, tuple(Strides(f"d{n}") for n in names), p.span_k, p.heads_kv)
+    return [KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)]
 
 
 def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:
