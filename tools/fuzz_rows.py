@@ -68,7 +68,7 @@ def sentence(folder: Path) -> str:
     total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
     said = (
         f"On an H200 `flashtile fuzz` drew {total['cases']:,} whole problems in {len(rows)} runs, of {total['new']:,} distinct "
-        f"kernels, and judged each against float64: {total['right']:,} were right, {total['close']} a little off but "
+        f"kernels, and judged each against float64. {total['right']:,} were right, {total['close']} a little off but "
         f"right with most other data, {total['wrong']} wrong, and {total['refused']:,} were refused with a reason "
         f"([rows](benchmarks.md#{NAME})). What was wrong is in the changelog."
     )
