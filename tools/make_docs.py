@@ -32,6 +32,7 @@ from tools import (
     goals,
     ranks_table,
     script_tables,
+    shapes,
     support_tables,
 )
 from tools.evidence import Evidence, cell
@@ -266,7 +267,7 @@ def limits(text: str) -> str:
 def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    shapes = fast[front_page.called(RESULTS, front_page.FIGURE)]
+    plain = fast[front_page.called(RESULTS, front_page.FIGURE)]
     unequal = fast[front_page.UNEQUAL]
     steps = {name: cells[-1] for name, cells in cells_of(front_page.step(RESULTS)).items()}
     forward, both = jax_peers["jax.nn/cudnn"]
@@ -275,7 +276,7 @@ def answers(text: str) -> str:
         "cpu16": slow["16-bit backward on a CPU"][0],
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "decoding": script_tables.decoding(RESULTS),
-        "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
+        "shapes": f"forward {plain[1]}, backward {plain[2]}",
         "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
         "wide": slow[shapes.told(read(RESULTS / "hopper-mla-h200.csv"))][0],
         "steps": ", ".join(f"head_dim {depth} {steps[f'{depth}, causal']}" for depth in (64, 128, 256)),
