@@ -41,6 +41,8 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
+    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 16): "
+    "`benchmarks/cached.py --models mla-128 mla-16 --backends triton`.",
     "cached-abreast-h200": "Variants of the sum of parts, and other splits (lab, decoding 10, 11 and 14): "
     "`benchmarks/cached.py --sets`. Rows of 99f04352 are of a patch: the first of a cell forms four sums "
     "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
@@ -55,6 +57,8 @@ FILES = {  # file -> what its rows are
     "of 88f6624e are of a tree with a patch (lab, decoding 16) that `late` and pages are free of.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
     "benchmarks generation --sections repeats`.",
+    "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
+    "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
     "field-tests-caches-h200": "Tests of caches and sums through our names, flash-attention 3's, 4's (cute), flashinfer's and "
     "FlashMLA's: `benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
