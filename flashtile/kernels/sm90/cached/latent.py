@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.kernel import hidden, load_queries, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.kernel import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -28,6 +28,7 @@ from flashtile.triton_glue.gluon import (
     recast,
     scale_unless_one,
     settled,
+    tma_load,
     uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -39,37 +40,59 @@ PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itsel
 
 
 @aggregate
-class LatentMemory:
-    """Shared memory of a block: queries, [9, 64, 64]; rings of key tiles, in three pieces with a channel each: the values of
-    consumer 0 and of consumer 1, which let go of them, and the other 64 columns, which the consumer that multiplies them with
-    the queries lets go of. weights: the last tile's probabilities, [64, 64]; tops and sums: of each consumer, [64].
+class LatentKeys:
+    """Rings of key tiles, in three pieces with a channel each: the values of consumer 0 and of consumer 1, which let go of
+    them, and the other 64 columns, which the consumer that multiplies them with the queries lets go of.
     """
 
-    q: gl.shared_memory_descriptor
     lower: gl.shared_memory_descriptor
     upper: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
+    lowers: Channel
+    uppers: Channel
+    rests: Channel
+
+    @gluon.constexpr_function
+    def __init__(self, lower, upper, rest, lowers, uppers, rests):
+        self.lower, self.upper, self.rest = lower, upper, rest
+        self.lowers, self.uppers, self.rests = lowers, uppers, rests
+
+
+@aggregate
+class Handed:
+    """What consumers give each other: the last tile's probabilities, [64, 64], what each consumer subtracts from its scores,
+    [64], and at the end of a part the sums of its probabilities, [64].
+    """
+
     weights: gl.shared_memory_descriptor
     top_0: gl.shared_memory_descriptor
     top_1: gl.shared_memory_descriptor
     sum_0: gl.shared_memory_descriptor
     sum_1: gl.shared_memory_descriptor
-    queries: Channel
-    lowers: Channel
-    uppers: Channel
-    rests: Channel
-    given_0: Channel  # probabilities, and their rows' maximum, by consumer 0
+    given_0: Channel  # probabilities by consumer 0
     given_1: Channel
-    sums_0: Channel  # of probabilities, of a part's keys
+    sums_0: Channel
     sums_1: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, lower, upper, rest, weights, top_0, top_1, sum_0, sum_1, queries, lowers, uppers, rests, given_0,
-                 given_1, sums_0, sums_1):  # fmt: skip
-        self.q, self.lower, self.upper, self.rest, self.weights = q, lower, upper, rest, weights
-        self.top_0, self.top_1, self.sum_0, self.sum_1 = top_0, top_1, sum_0, sum_1
-        self.queries, self.lowers, self.uppers, self.rests = queries, lowers, uppers, rests
+    def __init__(self, weights, top_0, top_1, sum_0, sum_1, given_0, given_1, sums_0, sums_1):
+        self.weights, self.top_0, self.top_1, self.sum_0, self.sum_1 = weights, top_0, top_1, sum_0, sum_1
         self.given_0, self.given_1, self.sums_0, self.sums_1 = given_0, given_1, sums_0, sums_1
+
+
+@aggregate
+class LatentMemory:
+    """Shared memory of a block: queries, [9, 64, 64], also as boxes of tokens and heads; key tiles; what is handed over."""
+
+    q: gl.shared_memory_descriptor
+    q_boxes: gl.shared_memory_descriptor
+    queries: Channel
+    keys: LatentKeys
+    handed: Handed
+
+    @gluon.constexpr_function
+    def __init__(self, q, q_boxes, queries, keys, handed):
+        self.q, self.q_boxes, self.queries, self.keys, self.handed = q, q_boxes, queries, keys, handed
 
 
 class LatentRows(NamedTuple):
@@ -90,15 +113,11 @@ class Use(NamedTuple):
 
 
 @gluon.jit
-def attend(q_ptr, out_ptrs, strides, mem, seat, sizes, scale, GROUP: gl.constexpr, T: gl.constexpr):
+def attend(out_ptrs, strides, mem, seat, sizes, scale, GROUP: gl.constexpr, T: gl.constexpr):
     """Role: attention of 64 rows to the keys of a block, half of the values' columns."""
     SPLIT: gl.constexpr = T.split
     ROWS: gl.constexpr = T.rows
-    if GROUP == 0:
-        load_queries(q_ptr, strides[0], mem, seat, sizes, T)
-        mem.queries.hand_over(0)
-    else:
-        mem.queries.wait(0)
+    mem.queries.wait(0)
     zero = gl.to_tensor(0)
     use = Use(zero, zero, zero, zero)
     if T.direct or SPLIT == 0:
@@ -163,18 +182,18 @@ def totalled(rows, total):
 def values_of(mem, GROUP: gl.constexpr):
     """(ring, channel) of a consumer's half of the values."""
     if GROUP == 0:
-        return mem.lower, mem.lowers
+        return mem.keys.lower, mem.keys.lowers
     else:
-        return mem.upper, mem.uppers
+        return mem.keys.upper, mem.keys.uppers
 
 
 @gluon.jit
 def given_by(mem, use, tile, GROUP: gl.constexpr):
     """(channel, which use of it, rows' maximum) of the probabilities of a tile that consumer GROUP gives."""
     if GROUP == 0:
-        return mem.given_0, use.given_0 + tile // 2, mem.top_0
+        return mem.handed.given_0, use.given_0 + tile // 2, mem.handed.top_0
     else:
-        return mem.given_1, use.given_1 + tile // 2, mem.top_1
+        return mem.handed.given_1, use.given_1 + tile // 2, mem.handed.top_1
 
 
 @gluon.jit
@@ -209,7 +228,7 @@ def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.conste
         acc = warpgroup_mma_wait(PIECES, deps=[acc])
         values_of(mem, GROUP)[1].release(at - 1)
         score = warpgroup_mma_wait(0, deps=[score])
-    mem.rests.release(at)
+    mem.keys.rests.release(at)
     score = score * scale
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
         score = hidden(score, start, seat, sizes, T)
@@ -224,7 +243,7 @@ def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.conste
         values_of(mem, GROUP)[1].release(at - 1)
     channel, count, tops = given_by(mem, use, tile, GROUP)
     tops.store(top)
-    mem.weights.store(weights)
+    mem.handed.weights.store(weights)
     fence_async_shared()
     channel.hand_over(count)
     rows = decayed(LatentRows(acc, rows.top, rows.total), top, T)
@@ -246,7 +265,7 @@ def others(rows, mem, use, tile, GROUP: gl.constexpr, T: gl.constexpr):
     ring, values = values_of(mem, GROUP)
     at = use.tile + tile
     values.wait(at)
-    acc = warpgroup_mma(mem.weights, strips_of(ring, values.at(at), T), rows.acc, is_async=True)
+    acc = warpgroup_mma(mem.handed.weights, strips_of(ring, values.at(at), T), rows.acc, is_async=True)
     return LatentRows(acc, top, rows.total)
 
 
@@ -269,8 +288,8 @@ def multiply_keys(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
     STAGES: gl.constexpr = T.pipeline.stages
     score = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
     first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in 72 registers for the next tile
-    mem.rests.wait(use)
-    keys = strips_in(mem.rest, STAGES, T).index(mem.rests.at(use))
+    mem.keys.rests.wait(use)
+    keys = strips_in(mem.keys.rest, STAGES, T).index(mem.keys.rests.at(use))
     score = warpgroup_mma(mem.q.index(first + 2 * STRIPS), keys.permute((1, 0)), score, use_acc=False, is_async=True)
     for half in gl.static_range(2):
         ring, values = values_of(mem, (GROUP + half) % 2)
@@ -286,8 +305,8 @@ def blank(mem, use, first, end, T: gl.constexpr):
     """Zero the rows of a tile's values outside of first <= row < end: no query sees them, and they may be NaN."""
     COUNT: gl.constexpr = T.pipeline.stages * STRIPS
     for strip in range(STRIPS):
-        blank_rows(strips_in(mem.lower, COUNT, T).index(mem.lowers.at(use) * STRIPS + strip), first, end)
-        blank_rows(strips_in(mem.upper, COUNT, T).index(mem.uppers.at(use) * STRIPS + strip), first, end)
+        blank_rows(strips_in(mem.keys.lower, COUNT, T).index(mem.keys.lowers.at(use) * STRIPS + strip), first, end)
+        blank_rows(strips_in(mem.keys.upper, COUNT, T).index(mem.keys.uppers.at(use) * STRIPS + strip), first, end)
     fence_async_shared()
 
 
@@ -295,10 +314,10 @@ def blank(mem, use, first, end, T: gl.constexpr):
 def exchanged(total, mem, part, GROUP: gl.constexpr, T: gl.constexpr):
     """The sum of both consumers' probabilities; both have then done all products of the part."""
     if GROUP == 0:
-        other = exchange(total, mem.sum_0, mem.sums_0, mem.sum_1, mem.sums_1, part)
+        other = exchange(total, mem.handed.sum_0, mem.handed.sums_0, mem.handed.sum_1, mem.handed.sums_1, part)
         return total + other
     else:
-        other = exchange(total, mem.sum_1, mem.sums_1, mem.sum_0, mem.sums_0, part)
+        other = exchange(total, mem.handed.sum_1, mem.handed.sums_1, mem.handed.sum_0, mem.handed.sums_0, part)
         return other + total
 
 
@@ -315,22 +334,29 @@ def exchange(value, mine, gives, theirs, takes, use):
 
 
 @gluon.jit
-def load(k_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
-    """Role: bring every key tile of a block into shared memory, its pieces in the order in which their places become free."""
+def load(q_desc, k_desc, table_ptr, table_strides, mem, seat, group, T: gl.constexpr):
+    """Role: bring the queries of a block, and every key tile, into shared memory: the pieces of a tile in the order in which
+    their places become free. Heads beyond a group's come with it; nobody asks what becomes of them.
+    """
     SPLIT: gl.constexpr = T.split
+    PARTS: gl.constexpr = T.parts_k
+    bar = mem.queries.announce(0, q_desc.block_type.nbytes * PARTS)
+    head = seat.head * group + seat.chunk * T.heads
+    for part in gl.static_range(PARTS):
+        tma_load(q_desc, [seat.item, seat.token, head, part * STRIP], bar, mem.q_boxes.index(part))
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
         low = seat.first
         if SPLIT > 0:
             low = gl.maximum(low, start // SPLIT * SPLIT)
         pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-        fill(k_desc, mem.rest, mem.rests, use, pages, rows, seat.head, 1, T, 2 * STRIPS)
+        fill(k_desc, mem.keys.rest, mem.keys.rests, use, pages, rows, seat.head, 1, T, 2 * STRIPS)
         if (start - low) // T.block_k % 2 == 0:
-            fill(k_desc, mem.lower, mem.lowers, use, pages, rows, seat.head, STRIPS, T)
-            fill(k_desc, mem.upper, mem.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
+            fill(k_desc, mem.keys.lower, mem.keys.lowers, use, pages, rows, seat.head, STRIPS, T)
+            fill(k_desc, mem.keys.upper, mem.keys.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
         else:
-            fill(k_desc, mem.upper, mem.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
-            fill(k_desc, mem.lower, mem.lowers, use, pages, rows, seat.head, STRIPS, T)
+            fill(k_desc, mem.keys.upper, mem.keys.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
+            fill(k_desc, mem.keys.lower, mem.keys.lowers, use, pages, rows, seat.head, STRIPS, T)
         use += 1
 
 
@@ -338,14 +364,18 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right, rest,
+def decode_latent(q_desc, k_desc, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right, rest,
                   T: gl.constexpr):  # fmt: skip
-    """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them."""
+    """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them; strides of out, sink.
+
+    q_desc: of rank 4 over the queries, boxes of a tile's tokens, their heads, and 64 columns.
+    """
     ROWS: gl.constexpr = T.rows
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     KIND: gl.constexpr = k_desc.dtype
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], KIND)
-    q = gl.allocate_shared_memory(KIND, [T.parts_k, ROWS, STRIP], QUERIES)
+    q_boxes = gl.allocate_shared_memory(KIND, [T.parts_k, 1, ROWS // T.heads, T.heads, STRIP], q_desc.layout)
+    q = recast(q_boxes, KIND, [T.parts_k, ROWS, STRIP], QUERIES)
     lower = gl.allocate_shared_memory(KIND, [BOXES * STRIPS, 1, 1, T.box, STRIP], k_desc.layout)
     upper = gl.allocate_shared_memory(KIND, [BOXES * STRIPS, 1, 1, T.box, STRIP], k_desc.layout)
     other = gl.allocate_shared_memory(KIND, [BOXES, 1, 1, T.box, STRIP], k_desc.layout)
@@ -358,11 +388,10 @@ def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, h
     sum_0 = gl.allocate_shared_memory(gl.float32, [ROWS], ONES)
     sum_1 = gl.allocate_shared_memory(gl.float32, [ROWS], ONES)
     STAGES: gl.constexpr = T.pipeline.stages
-    mem = LatentMemory(
-        q, lower, upper, other, weights, top_0, top_1, sum_0, sum_1, make_channel(1, 0), make_channel(STAGES, 1),
-        make_channel(STAGES, 1), make_channel(STAGES, 1), make_channel(1, 0), make_channel(1, 0), make_channel(1, 1),
-        make_channel(1, 1),
-    )  # fmt: skip
+    keys = LatentKeys(lower, upper, other, make_channel(STAGES, 1), make_channel(STAGES, 1), make_channel(STAGES, 1))
+    given_0, given_1, sums_0, sums_1 = make_channel(1, 0), make_channel(1, 0), make_channel(1, 1), make_channel(1, 1)
+    handed = Handed(weights, top_0, top_1, sum_0, sum_1, given_0, given_1, sums_0, sums_1)
+    mem = LatentMemory(q, q_boxes, make_channel(1, 0), keys, handed)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
@@ -370,7 +399,7 @@ def decode_latent(k_desc, q_ptr, out_ptrs, strides, table, used_ptr, seqlen_q, h
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
     gl.warp_specialize([
-        (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
-        (attend, (q_ptr, out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),
-        (load, (k_desc, table[0], settled(table[1]), mem, seat, T)),
+        (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
+        (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),
+        (load, (q_desc, k_desc, table[0], settled(table[1]), mem, seat, rest[0], T)),
     ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip

@@ -44,7 +44,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
     )  # fmt: skip
     if problem.shared:
-        kernel, args = decode_latent, (keys, Pointer("q"), outputs, strides, *sizes)
+        queries = Descriptor("q", (1, GROUP_ROWS // heads, heads, choose.STRIP), axes=(0, 1, 2, 3))
+        kernel, args = decode_latent, (queries, keys, outputs, strides, *sizes)
     else:
         values = Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
@@ -61,4 +62,4 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
         f"{problem.splits} parts of {split} keys" if split else "one pass",
     )
-    return Plan(problem, name, "", (*cached_buffers(problem), *scratch), tuple(calls), notes)
+    return Plan(problem, name, "", (*cached_buffers(problem), *scratch), tuple(calls), notes, spare=frozenset({"lse"}))
