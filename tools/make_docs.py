@@ -34,8 +34,8 @@ from tools import (
     script_tables,
     support_tables,
 )
-from tools.shapes import told as shapes_told
 from tools.evidence import Evidence, cell
+from tools.shapes import told as shapes_told
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -269,7 +269,9 @@ def answers(text: str) -> str:
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
     shapes = fast[front_page.called(RESULTS, front_page.FIGURE)]
     unequal = fast[front_page.UNEQUAL]
-    steps = {name.removesuffix(", causal"): cells for name, cells in cells_of(front_page.step(RESULTS)).items() if "causal" in name}
+    steps = {
+        name.removesuffix(", causal"): cells for name, cells in cells_of(front_page.step(RESULTS)).items() if "causal" in name
+    }
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
