@@ -36,7 +36,6 @@ from tools import (
     support_tables,
 )
 from tools.evidence import Evidence, cell
-from tools.shapes import told as shapes_told
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
