@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -90,10 +91,14 @@ class Form:
         if not self.packed:
             return lambda *qkv: home(*qkv, **how)
 
+        starts = cache(
+            lambda device: torch.tensor(self.starts(seqlen), dtype=torch.int32, device=device)
+        )  # once, as loaders do
+
         def of_documents(*qkv: torch.Tensor) -> torch.Tensor:
-            starts = torch.tensor(self.starts(seqlen), dtype=torch.int32, device="cpu").to(qkv[0].device, non_blocking=True)
-            longest = round(seqlen * max(SHARES)) + 1
-            return packed(*(t[0] for t in qkv), starts, starts, max_seqlen_q=longest, max_seqlen_k=longest, **how)[None]
+            at, longest = starts(qkv[0].device), round(seqlen * max(SHARES)) + 1
+            given = [t.squeeze(0) for t in qkv]  # whose gradients, unlike those of t[0], are no copies
+            return packed(*given, at, at, max_seqlen_q=longest, max_seqlen_k=longest, **how)[None]
 
         return of_documents
 
@@ -144,7 +149,7 @@ def made(name: str, given: Tensors, form: Form) -> Generator[Step]:
         about = home.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), dist.get_world_size())
         where = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"), about, strict=True))
         llama3 = home.llama3_flash_attn_varlen_func
-        call = lambda *qkv: llama3(*(t[0] for t in qkv), **where, heads_k_stride=1, causal=True)[None]  # noqa: E731
+        call = lambda *qkv: llama3(*(t.squeeze(0) for t in qkv), **where, heads_k_stride=1, causal=True)[None]  # noqa: E731
         yield step(call, tuple(leaves), dout)
         return
     if name not in TORCH:

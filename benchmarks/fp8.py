@@ -227,11 +227,10 @@ def gradients(record: Record, told: argparse.Namespace, device: torch.device) ->
             truth = dict(zip("qkv", torch.autograd.grad(out, leaves, dout[0, :, 0].double()), strict=True)) | {
                 "out": out.detach()
             }
-            attend = flashtile.attention
             ways: dict[str, Callable[..., torch.Tensor]] = {
-                "bf16": attend,
-                "fp8": partial(attend, options=FP8),
-                "stored": lambda q, *_, z=z: attend(q, z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale),
+                "bf16": flashtile.attention,
+                "fp8": partial(flashtile.attention, options=FP8),
+                "stored": lambda q, *_, z=z: flashtile.attention(q, z.k, z.v, k_scale=z.k_scale, v_scale=z.v_scale),
             }
             for what, way in ways.items():
                 row = {"section": "gradients", "data": kind, "keys": keys, "what": what}

@@ -22,7 +22,7 @@ NAME = "fuzz-h200"
 DIGITS = 8
 STATUS = ("right", "close", "refused", "wrong")
 COUNTS = ("seconds", "variants", "cases", *STATUS, "kernels", "new")
-COLUMNS = ("seed", "backends", *COUNTS, "device", "torch", "triton", "date", "commit")
+COLUMNS: tuple[str, ...] = ("seed", "backends", *COUNTS, "device", "torch", "triton", "date", "commit")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -68,9 +68,9 @@ def sentence(folder: Path) -> str:
     total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
     said = (
         f"On an H200 `flashtile fuzz` drew {total['cases']:,} whole problems in {len(rows)} runs, of {total['new']:,} distinct "
-        f"kernels, and judged each against float64: {total['right']:,} were right, {total['close']} a little off but "
-        f"right with most other data, {total['wrong']} wrong, and {total['refused']:,} were refused with a reason "
-        f"([rows](benchmarks.md#{NAME})). What was wrong is in the changelog."
+        f"kernels, and judged each against float64 ([rows](benchmarks.md#{NAME})). {total['right']:,} were right, and "
+        f"{total['close']} a little off but right with most other data. {total['refused']:,} were refused with a reason. "
+        f"{total['wrong']} were wrong, and are in the changelog."
     )
     return fill(said, 120)
 

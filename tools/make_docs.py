@@ -32,9 +32,9 @@ from tools import (
     goals,
     ranks_table,
     script_tables,
+    shapes,
     support_tables,
 )
-from tools.shapes import told as shapes_told
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,19 +267,19 @@ def limits(text: str) -> str:
 def answers(text: str) -> str:
     """The page of answers with README's figures, and those of pages that it links to."""
     fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    shapes = fast[front_page.called(RESULTS, front_page.FIGURE)]
+    plain = fast[front_page.called(RESULTS, front_page.FIGURE)]
     unequal = fast[front_page.UNEQUAL]
-    steps = {name.removesuffix(", causal"): cells for name, cells in cells_of(front_page.step(RESULTS)).items() if "causal" in name}
+    steps = {name: cells[-1] for name, cells in cells_of(front_page.step(RESULTS)).items()}
     forward, both = jax_peers["jax.nn/cudnn"]
     parts = {
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
         "cpu16": slow["16-bit backward on a CPU"][0],
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "decoding": script_tables.decoding(RESULTS),
-        "shapes": f"forward {shapes[1]}, backward {shapes[2]}",
+        "shapes": f"forward {plain[1]}, backward {plain[2]}",
         "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
-        "wide": slow[shapes_told(read(RESULTS / "hopper-mla-h200.csv"))][0],
-        "steps": ", ".join(f"head_dim {depth} {cells[-1]}" for depth, cells in steps.items()),
+        "wide": slow[shapes.told(read(RESULTS / "hopper-mla-h200.csv"))][0],
+        "steps": ", ".join(f"head_dim {depth} {steps[f'{depth}, causal']}" for depth in (64, 128, 256)),
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
         "peers": f"{forward} times as fast in the forward, {both} times with its backward",
         "field": front_page.field_tests(RESULTS),

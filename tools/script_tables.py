@@ -41,15 +41,26 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
-    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 16): "
+    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 17): "
     "`benchmarks/cached.py --models mla-128 mla-16 --backends triton`.",
     "cached-abreast-h200": "Variants of the sum of parts, and other splits (lab, decoding 10, 11 and 14): "
-    "`benchmarks/cached.py --sets`. The first row of a cell forms four sums abreast, of 128 columns, and keeps six tiles under "
-    "way where a program is alone; `SUM_ELEMENTS=128` has 32 columns, which is what the library does now, with three tiles.",
-    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`.",
-    "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m benchmarks generation "
-    "--sections repeats`.",
-    "field-tests-caches-h200": "flash-attention 3's tests of caches and of sums, and flashinfer's, through our names: "
+    "`benchmarks/cached.py --sets`. Rows of 99f04352 are of a patch: the first of a cell forms four sums "
+    "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
+    "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
+    "the old way, `ABREAST=1`.",
+    "cached-queries-h200": "Several queries, lognormal lengths, a window: `benchmarks/cached.py`. SDPA is "
+    "given a mask where items differ or queries are several, and of a window its keys alone.",
+    "generation-h200": "transformers' `generate` of a Llama of 1B's shape with random weights and a static "
+    "cache of `keys` places: `python -m benchmarks generation --sections generate --compile`. `of_sdpa`: "
+    "tokens a second over those of transformers' own sdpa; `kernels`: which backend reads the cache.",
+    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): "
+    "`benchmarks/cached.py`.",
+    "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
+    "benchmarks generation --sections repeats`.",
+    "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
+    "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
+    "field-tests-caches-h200": "Tests of caches and sums through our names: flash-attention 3's, 4's (cute), flashinfer's, "
+    "FlashMLA's: "
     "`benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",

@@ -25,7 +25,7 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
-from flashtile.integrations.transformers_cache import attend_pages, attend_whole, is_decoding, open_batching
+from flashtile.integrations.transformers_cache import FEW, attend_pages, attend_whole, is_decoding, open_batching
 from flashtile.integrations.transformers_shards import attend_shards, packed_starts
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import CAUSAL, FULL, Band
@@ -33,6 +33,7 @@ from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
+from flashtile.torch.execute.plain import is_traced
 
 NAME = "flashtile"
 # What models hand through to every attention and its mask has already, or concerns others.
@@ -172,8 +173,22 @@ def make_mask(
     band, documents = known
     keep = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if keep is not None:
-        keep = keep[:, kv_offset : kv_offset + kv_length]
+        decodes = q_length <= FEW and q_length < kv_length and not band.unbounded
+        hidden = not (decodes and _hides_nothing(attention_mask, q_offset + q_length))
+        keep = keep[:, kv_offset : kv_offset + kv_length] if hidden else None
     return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail)
+
+
+def _hides_nothing(padding: torch.Tensor, length: Any) -> bool:
+    """Whether padding keeps all `length` tokens, asked where no gradient, tracer or capture is at work: it waits for the
+    device, as transformers' own masks do. Kernels over a cache are faster without it.
+    """
+    device, traced = padding.device.type, is_traced(padding, length) or torch._C._get_tracing_state() is not None
+    if torch.is_grad_enabled() or traced or device not in ("cpu", "cuda"):
+        return False
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(padding.all() & (padding.shape[-1] >= length))
 
 
 def _tail(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -36,7 +36,7 @@ from flashtile.jax.derivatives import Call
 from flashtile.jax.dropout import origin_kind, seed_words
 from flashtile.jax.run import NAMES, varying_like
 from flashtile.jax.statistics import statistics_of
-from flashtile.jax.stored import numbers_of
+from flashtile.jax.stored import StoredCall, attend_stored, described_stored, is_read, numbers_of
 from flashtile.jax.symbolic import from_first_key, lengths_in, predicate_of, problem_of, shorter
 from flashtile.plan.buffers import input_buffers
 from flashtile.problem.attention import AttentionProblem, Precision
@@ -80,7 +80,8 @@ class Extras(TypedDict, total=False):
         `flashtile.Statistics`), whose shapes that says. Each takes a pass behind the call; the entropy is differentiable, once
         and in reverse mode.
     k_scale, v_scale: of key and value in float8_e4m3fn, float8_e5m2 or int8, float32 () for all, or a number; (K,); (B, K); or
-        of each token, as key without its last axis. They become numbers of query's dtype first, in memory.
+        of each token, as key without its last axis. Kernels read the bytes of a forward with 16-bit queries; to differentiate,
+        for statistics and in plain JAX they become numbers of query's dtype first, in memory.
     """
 
     softcap: float | None
@@ -137,15 +138,21 @@ def dot_product_attention(
     given = query
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
-    key, value = numbers_of(query, key, value, _scales(extras), padded=key_value_seq_lengths is not None)
-    check_operands(query, key, value)
+    scales = _scales(extras)
     rest = _Rest(**dict[str, Any](extras))
+    band = shifted_band(is_causal, local_window_size)
+    padded = key_value_seq_lengths is not None
+    blanks = padded and band != FULL and rest.alignment == "top-left"  # keys that do not count are made 0 first
+    read = not blanks and implementation != "xla" and rest.wish is None and is_read(query, key, value)
+    if not read:
+        key, value = numbers_of(query, key, value, scales, padded=padded)
+    check_operands(query, *(_as_query(x, query) if read else x for x in (key, value)))
+    stored = described_stored(key, value, scales, padded=padded) if read else None
     lengths = {
         "q": lengths_of("query_seq_lengths", query_seq_lengths, query.shape[0]),
         "k": lengths_of("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
     }
     scale, query = scaled("scale", scale, query)
-    band = shifted_band(is_causal, local_window_size)
     attend_to = rest.attend_to
     pads = None
     if band != FULL and rest.alignment == "top-left":
@@ -165,7 +172,7 @@ def dot_product_attention(
         if score or rest.wish is not None:  # whatever modifiers and statistics make of rows that nobody has
             attend_to = _both(attend_to, Stored(_counts(query.shape[1], pads)[:, None, :, None]))
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
-    made = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
+    made = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used, stored=stored)
     if rest.wish is not None:
         return _with_statistics(rest.wish, made, pads, jnp.shape(given)[:-1])
     out, lse = made[0], jnp.swapaxes(made[1], 1, 2)
@@ -205,16 +212,19 @@ def dot_product_attention_varlen(
         if x is not None and jnp.ndim(x) != 3:
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    scales = _scales(extras)
-    if scales or key.dtype != query.dtype:
-        starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        key, value = numbers_of(query, key, value, scales, lengths_of("cu_seqlens_k", starts))
-    check_operands(query, key, value)
-    scale, query = scaled("scale", scale, query)
-    band = make_band(is_causal, local_window_size)
+    scales, stored = _scales(extras), None
     if extras.get("alignment", "bottom-right") != "bottom-right":
         raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
     rest = _Rest(**{**extras, "alignment": "bottom-right"})
+    if scales or key.dtype != query.dtype:
+        starts = lengths_of("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        if implementation != "xla" and rest.wish is None and is_read(query, key, value):
+            stored = described_stored(key, value, scales, starts)
+        else:
+            key, value = numbers_of(query, key, value, scales, starts)
+    check_operands(query, *(x if stored is None else _as_query(x, query) for x in (key, value)))
+    scale, query = scaled("scale", scale, query)
+    band = make_band(is_causal, local_window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     cu_seqlens_q = lengths_of("cu_seqlens_q", cu_seqlens_q)
@@ -225,7 +235,7 @@ def dot_product_attention_varlen(
             raise InvalidProblem(f"{name} is {most!r}; it must be an int, at least 0, or None.")
     out, lse, found = attend(
         query, key, value, band, rest.attend_to, rest.modifiers(None), scale, implementation, return_residual, rest, given,
-        longest,
+        longest, stored,
     )  # fmt: skip
     if rest.wish is not None:
         return out[0], found._replace(
@@ -332,9 +342,12 @@ class _Rest:
 def attend(
     q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
     implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
-    longest: tuple[Any, Any] = (None, None),
+    longest: tuple[Any, Any] = (None, None), stored: tuple[Any, dict[str, Any]] | None = None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
+    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q).
+
+    stored: how k and v are, whose 8 bits kernels read, and their scales.
+    """
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
@@ -349,11 +362,15 @@ def attend(
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
     call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
+    if stored is not None:
+        problem, arrays = replace(problem, stored=stored[0]), arrays | stored[1]
+        call = StoredCall(call, problem)
     names = [b.name for b in input_buffers(problem)]
     given = varying_like([arrays[name] for name in names], [arrays[name] for name in names])
     out, lse = _compiled(call, *given)
     if rest.wish is None:
         return out, lse, None
+    assert isinstance(call, Call)
     return out, lse, statistics_of(call, rest.wish, dict(zip(names, given, strict=True)), lse)
 
 
@@ -424,12 +441,17 @@ def _counted(x: Any, lengths: Any, beyond: float = 0) -> Any:
     return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, beyond)
 
 
+def _as_query(x: Any, query: Any) -> Any:
+    """What has the array's shape and query's dtype."""
+    return jax.ShapeDtypeStruct(x.shape, query.dtype)
+
+
 def _both(mask: Any, other: Any) -> Any:
     return other if mask is None else mask & other
 
 
-def _out_and_lse(call: Call, *given: Any) -> tuple[Any, Any]:
-    made: Any = derivatives.attend(call, *given)
+def _out_and_lse(call: Call | StoredCall, *given: Any) -> tuple[Any, Any]:
+    made: Any = (derivatives.attend if isinstance(call, Call) else attend_stored)(call, *given)
     return made[:2]
 
 

@@ -77,7 +77,7 @@ def _moving(names: Sequence[str], tangents: Sequence[Any]) -> Arrays:
     return {n: t for n, t in zip(names, tangents, strict=True) if t is not None and not isinstance(t, SymbolicZero)}
 
 
-def _finite(call: Call, made: Sequence[Any]) -> tuple[Any, ...]:
+def finite(call: Call, made: Sequence[Any]) -> tuple[Any, ...]:
     """What a forward made, out first; where JAX searches it for infinities, LOWEST stands for -inf in the rest."""
     return (made[0], *(jnp.where(x == -jnp.inf, LOWEST, x) for x in made[1:])) if call.debugs else tuple(made)
 
@@ -89,7 +89,7 @@ def _finite(call: Call, made: Sequence[Any]) -> tuple[Any, ...]:
 def attend(call: Call, *given: Any) -> tuple[Any, ...]:
     """(out, lse, what a forward keeps for its backward)."""
     made = run_mapped(Forward(call.problem, call.backend), call.implementation, *given)
-    return _finite(call, made if call.backward != "xla" else made[:2])  # of kernels' rows a plain backward knows nothing
+    return finite(call, made if call.backward != "xla" else made[:2])  # of kernels' rows a plain backward knows nothing
 
 
 def _attend_along(call: Call, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:

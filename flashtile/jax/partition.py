@@ -81,6 +81,8 @@ def roles(p: AttentionProblem, name: str, shape: tuple[int, ...]) -> Roles:
     kind = primal(name)
     if kind in ROLES:
         return ROLES[kind]
+    if kind in ("k_scale", "v_scale"):  # one of each head of an item, or of each token
+        return ("batch", "kv") if len(shape) == 2 else ("batch", "s", "kv")
     found: Roles = ()
     if kind.startswith("score."):
         i, j = place_of(kind)

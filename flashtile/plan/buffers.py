@@ -130,6 +130,7 @@ def append_buffers(p: AppendProblem) -> tuple[Buffer, ...]:
         for n in p.sides
         if p.scaling(n) == "token"
     ]
+    made += [Buffer("after", (p.items or 0,), "int32", "output")] if p.grows else []
     return (*given, *made)
 
 

@@ -133,7 +133,8 @@ class Plan:
     """Buffers and calls, in order. `notes` are the lines that `explain` prints.
 
     `optional`: outputs that no kernel writes whose address is given as 0, by a caller without use of them. A host call's may
-    lie as they come.
+    lie as they come. `spare`: outputs that kernels write in any case, for which such a caller needs no tensor where there is
+    scratch, which takes them.
     """
 
     problem: Problem
@@ -143,6 +144,7 @@ class Plan:
     calls: tuple[KernelCall | HostCall, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     optional: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
 
     def followed_by(self, other: Plan | None) -> Plan:
         """This plan, then the other's calls, which read and write the same inputs and outputs; scratch is each one's own."""

@@ -234,6 +234,7 @@ class AppendProblem:
     items: how many there are, where seqused_k, int32 (items,), rows that each has with its new ones, stands for slots; item i's
     are slab i, or, `packed`, tokens cu_seqlens[i] to cu_seqlens[i + 1] of the one slab. columns: of page_table, int32 (items,
     columns), which names their pages; without it item i has page i. A row that an item has no page for is written nowhere.
+    grows: seqused_k counts rows without the new ones, and `after`, int32 (items,), becomes how many there are with them.
     """
 
     slabs: int
@@ -249,6 +250,7 @@ class AppendProblem:
     items: int | None = None
     columns: int | None = None
     packed: bool = False
+    grows: bool = False
 
     @property
     def sides(self) -> str:
@@ -280,7 +282,8 @@ class AppendProblem:
         k, pool = "x".join(map(str, self.shapes()["k"])), "x".join(map(str, self.shapes()["k_cache"]))
         parts = [f"k={k}", f"v={self.head_dim_v}", self.dtype.value, f"pool={pool}"]
         if self.items is not None:
-            parts.append(f"items={self.items}{'' if self.columns is None else f'x{self.columns}'}{':packed' * self.packed}")
+            columns = "" if self.columns is None else f"x{self.columns}"
+            parts.append(f"items={self.items}{columns}{':packed' * self.packed}{':grows' * self.grows}")
         parts += ([] if self.stored is None else [self.stored.spell_cache()]) + ["v<k"] * self.shared
         return f"append({','.join(parts)})"
 

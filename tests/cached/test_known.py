@@ -243,6 +243,32 @@ def test_a_known_call_appends(known: list[Any], rotary: Any) -> None:
     assert all(torch.equal(pool, before[name]) for name, pool in some.items()), "nothing is written for a call that fails"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_of_an_append_says_how_long_items_are(known: list[Any], packed: bool) -> None:
+    """Of more items than it looks at together; the first call adds up by itself."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    generator = torch.Generator().manual_seed(5)
+    items, options = 70, flashtile.Options(backend="triton")
+    used = torch.randint(0, 6, (items,), generator=generator, dtype=torch.int32)
+    counts = torch.randint(0, 3, (items,), generator=generator, dtype=torch.int32) if packed else used * 0 + 2
+    starts = torch.cat([used[:1] * 0, counts.cumsum(0, dtype=torch.int32)])
+    empty = [torch.full((items, 8, 1, 16), torch.nan) for _ in "kv"]
+    for i, length in enumerate(used.tolist()):
+        for pool in empty:
+            pool[i, :length] = torch.randn(length, 1, 16, generator=generator)
+    shape = (int(starts[-1]),) if packed else (items, 2)
+    q, k, v = (torch.randn(*shape, heads, 16, generator=generator) for heads in (2, 1, 1))
+    results: list[tuple[torch.Tensor, ...]] = []
+    for backend in (options, options, flashtile.Options(backend="cpu")):
+        some = [pool.clone() for pool in empty]
+        how: dict[str, Any] = dict(seqused_k=used, causal=True, append=(k, v), options=backend)
+        results.append((flashtile.attention_cached(q, *some, cu_seqlens_q=starts if packed else None, **how), *some))
+    assert len(known) == 1
+    first, second, truth = results
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+    torch.testing.assert_close(second, truth, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 HOW: dict[str, Callable[[], dict[str, Any]]] = {
     "by lengths": lambda: {"page_table": GOOD["page_table"], "seqused_k": GOOD["seqused_k"]},
     "by lengths of 64 bits": lambda: {"page_table": GOOD["page_table"], "seqused_k": GOOD["seqused_k"].long()},

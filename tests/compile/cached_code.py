@@ -79,7 +79,8 @@ def main() -> None:
         device = NAMED[target]
         new = AppendProblem(8, 1, 8, 128, 128, DType.BF16, 512, 16)
         narrow = replace(new, stored=Stored("e4m3", "token", "head"))
-        appends = () if others else (("append", new), ("narrow", narrow))
+        grows = replace(new, slabs=1, items=8, columns=64, packed=True, grows=True)
+        appends = () if others else (("append", new), ("narrow", narrow), ("by lengths", grows))
         plans = {name: backend_named("triton").cached(some, device) for name, some in appends}
         for name in asked.get(target, names[:2]):
             spelling, pages, split, stored, shared = SPELLINGS[name]

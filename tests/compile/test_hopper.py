@@ -246,8 +246,8 @@ def test_the_backward_s_code_is_as_tuned(shipped_backward: dict[str, dict[str, A
 
 # Forward mode: what moves, instructions of a step without a mask, its products' instructions, bytes of spills around the loops.
 TANGENTS = {
-    "q, 64": (f"tangent.q:{spell(64, ',band=:0')}", 707, 24, 0), "qkv, 64": (f"tangent.qkv:{spell(64, '')}", 765, 36, 0),
-    "q, 128": (f"tangent.q:{spell(128, '')}", 552, 24, 28), "qkv, 128": (f"tangent.qkv:{spell(128, ',band=:0')}", 591, 36, 0),
+    "q, 64": (f"tangent.q:{spell(64, ',band=:0')}", 707, 24, 68), "qkv, 64": (f"tangent.qkv:{spell(64, '')}", 765, 36, 0),
+    "q, 128": (f"tangent.q:{spell(128, '')}", 552, 24, 52), "qkv, 128": (f"tangent.qkv:{spell(128, ',band=:0')}", 591, 36, 4),
 }  # fmt: skip
 TANGENTS_FEW = ["q, 64", "qkv, 128"]
 

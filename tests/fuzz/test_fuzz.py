@@ -32,7 +32,6 @@ from flashtile.kernels.portable.tile import Launch
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.reference.attention import attention_reference
-from tools import fuzz_rows
 from tools.mutate import read_bugs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -390,29 +389,6 @@ def test_kernels_of_several_sessions_count_once(tmp_path: Path) -> None:
     (file := tmp_path / "other.json").write_text("[]")
     with pytest.raises(InvalidProblem, match="summary"):
         sessions_of(file)
-
-
-def test_runs_add_up_in_rows(tmp_path: Path) -> None:
-    """A kernel is new once, whichever run had it; a run has one row, however often it is added."""
-    run = {
-        "machine": "NVIDIA H200, torch 2.11.0, triton 3.6.0", "backends": ["hopper", "", "hopper"], "seconds": 9, "cases": 8,
-        "variants": 2, "status": {"right": 5, "refused": 2, "wrong": 1}, "wrong": [{}], "seed": 1, "date": "2026-11-30",
-        "kernels": ["01234567a", "01234568b"],
-    }  # fmt: skip
-    later = {**run, "date": "2026-12-01", "kernels": ["01234568b", "01234569c", "0123456ad"]}
-    assert fuzz_rows.add(tmp_path, [later, run], "abc") == 2
-    assert fuzz_rows.add(tmp_path, [run, {**run, "seed": 2}], "abd") == 1
-    rows = fuzz_rows.rows_of(tmp_path)
-    assert [(row["kernels"], row["new"], row["commit"]) for row in rows] == [
-        ("2", "2", "abc"),
-        ("3", "2", "abc"),
-        ("2", "0", "abd"),
-    ]
-    assert (tmp_path / "fuzz-h200.kernels").read_text().split() == ["01234567", "01234568", "01234569", "0123456a"]
-    assert rows[0]["backends"] == "hopper chosen"
-    said = fuzz_rows.sentence(tmp_path).replace("\n", " ")
-    assert "24 whole problems in 3 runs, of 4 distinct kernels" in said
-    assert "15 were right, 0 a little off but right with most other data, 3 wrong, and 6 were refused" in said
 
 
 def test_a_session_that_judges_nothing_fails(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ def test_what_nobody_sees_reaches_nothing() -> None:
             for name, d in (("left", 64), ("stripe", 128))))  # fmt: skip
 
 
+def test_what_second_derivatives_want_of_rows() -> None:
+    """FIELDS, of any gradients that arrive."""
+    every = ["dout", "dlse", "tdout", "tdlse"]
+    judge(*(
+        {"problem": f"attention({SIZES[name].replace('D', str(d))})", "moves": moves, "arrives": arrives}
+        for name, d, moves, arrives in (
+        ("causal", 64, "qkv", every), ("full", 128, "qkv", ["dout"]), ("unseen queries", 64, "q", ["tdout", "tdlse"]),
+        ("window", 128, "qk", ["dlse"]), ("tiny", 40, "qkv", every),
+    )))  # fmt: skip
+
+
 def test_what_is_refused() -> None:
     from flashtile.kernels.sm90.tangent.plan import refusals
     from flashtile.plan.backend import Direction

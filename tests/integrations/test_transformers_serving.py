@@ -61,6 +61,30 @@ def test_generation_over_a_cache(calls: list[tuple[int, ...]], name: str, cache:
     assert set(calls) == {(2, 1, 4, 16)}
 
 
+def test_padding_that_hides_nothing_is_no_mask_of_a_decoding_step() -> None:
+    """A tokenizer's ones; but what a gradient may want, a prompt, one padded token, and keys that no padding names, keep it."""
+    from transformers import masking_utils as theirs
+
+    ones, causal = torch.ones(2, 7, dtype=torch.bool), theirs.causal_mask_function
+    padded = ones.clone()
+    padded[1, 0] = False
+    with torch.no_grad():
+        for offset in (6, torch.tensor(6)):  # of a dynamic cache, and of a static one, whose places are not all taken
+            length = 16 if isinstance(offset, torch.Tensor) else 7
+            made = ours.make_mask(2, 1, length, offset, 0, causal, ones)
+            assert made.keep is None
+            assert (made.used is None) == (length == 7)
+            assert ours.make_mask(2, 1, length, offset, 0, causal, padded).keep.shape == (2, length)
+            assert ours.make_mask(2, 1, length, offset, 0, causal, ones[:, :6]).keep is not None
+            compiled = torch.compile(
+                lambda mask, o=offset, n=length: ours.make_mask(2, 1, n, o, 0, causal, mask).keep, backend="eager"
+            )
+            assert torch.equal(compiled(ones)[:, :7], ones)
+        assert ours.make_mask(2, 7, 7, 0, 0, causal, ones).keep is not None
+        assert ours.make_mask(2, 1, 7, 6, 0, theirs.bidirectional_mask_function, ones).keep is not None
+    assert ours.make_mask(2, 1, 7, 6, 0, causal, ones).keep is not None
+
+
 def test_a_gpu_decodes_from_caches_and_a_cpu_does_not(device: torch.device) -> None:
     q = torch.randn(1, 1, 2, 16, device=device)
     with torch.no_grad():

@@ -223,6 +223,8 @@ def test_a_bias_of_minus_infinity_over_a_row_gives_0_and_no_nan() -> None:
     out, lse = dot_product_attention(Q, K, V, bias=bias, return_residual=True)
     assert (out[:, 5] == 0).all()
     assert (lse[:, 5] == -jnp.inf).all()
-    gradients = jax.grad(lambda *given: (dot_product_attention(*given[:3], bias=given[3]) ** 2).sum(), (0, 1, 2, 3))(Q, K, V, bias)
+    gradients = jax.grad(lambda *given: (dot_product_attention(*given[:3], bias=given[3]) ** 2).sum(), (0, 1, 2, 3))(
+        Q, K, V, bias
+    )
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
     assert (gradients[0][:, 5] == 0).all()

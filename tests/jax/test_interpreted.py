@@ -134,3 +134,17 @@ def test_statistics_are_those_of_plain_jax(softcap: float | None) -> None:
     ours, plain = (jax.grad(entropy, (0, 1, 2), has_aux=True)(q, k, sinks, name) for name in ("triton", "xla"))
     for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("kind", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
+@pytest.mark.parametrize("shape", [(), (2, 1), (2, 50, 1)])
+def test_bytes_are_the_numbers_that_they_stand_for(kind: Any, shape: tuple[int, ...]) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, h, 16)) for i, (n, h) in enumerate(((37, 2), (50, 1), (50, 1))))
+    q, k, v = q.astype(jnp.bfloat16), *((3.0 * x).astype(kind) for x in (k, v))
+    scale = jax.random.uniform(jax.random.key(7), shape) + 0.5
+    ours, exact = (  # plain JAX would round keys times their scales to query's 16 bits
+        dot_product_attention(q, k, v, is_causal=True, k_scale=scale, v_scale=scale, implementation=name, return_residual=True)
+        for q, name in ((q, "triton"), (q.astype(jnp.float32), "xla"))
+    )
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert np.linalg.norm(np.float32(mine) - theirs) < 5e-3 * np.linalg.norm(theirs)

@@ -47,6 +47,11 @@ def gradient(**options: Any) -> Callable[..., Any]:
     return jax.grad(loss, (0, 1, 2))
 
 
+def stored(q: Any, k: Any, v: Any) -> Any:
+    """A forward whose keys and values are bytes."""
+    return dot_product_attention(q, k, v, k_scale=2.0, v_scale=jnp.ones((2, 2)))
+
+
 def statistics(q: Any, k: Any, v: Any) -> Any:
     """Gradients of a sum of entropies by q and k, beside every statistic."""
 
@@ -60,6 +65,7 @@ def statistics(q: Any, k: Any, v: Any) -> Any:
 
 
 QKV = array(2, 256, 4, 64), array(2, 256, 2, 64), array(2, 256, 2, 64)
+BYTES = tuple(array(*x.shape, dtype=jnp.float8_e4m3fn) for x in QKV[1:])
 WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
 
 
@@ -83,11 +89,13 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
          (*QKV, array(2, 4, 256, 256)), None),
         (jax.grad(lambda q, k, v, cu: dot_product_attention_varlen(q, k, v, cu, is_causal=True).astype(jnp.float32).sum()),
          (*(array(*x.shape[1:]) for x in QKV), array(4, dtype=jnp.int32)), None),
+        (stored, (array(2, 64, 4, 64), *BYTES), 1),
+        (stored, (QKV[0], *BYTES), 3),  # Hopper: keys and values in memory, forward
         (statistics, QKV, 5),  # forward, rows' statistics, mass, the entropy's queries and keys
     ],
     ids=[
         *("forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias"),
-        *("causal-bias", "varlen", "statistics"),
+        *("causal-bias", "varlen", "stored", "stored-long", "statistics"),
     ],
 )  # fmt: skip
 def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import flashtile
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen
+from flashtile.jax.run import plan_p
 
 KINDS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 
@@ -79,3 +80,72 @@ def test_errors() -> None:
         dot_product_attention(q, q[:, :, :2], q[:, :, :2], k_scale=2.0)
     with pytest.raises(flashtile.InvalidProblem, match="value is float32 and key is float8_e4m3fn"):
         dot_product_attention(q, k, v.astype(jnp.float32))
+
+
+def steps(function: Any, *given: Any) -> list[str]:
+    """The problems of the steps of a program that kernels may run."""
+    found: list[str] = []
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive is plan_p:
+                found.append(equation.params["step"].problem.spell())
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    walk(getattr(inner, "jaxpr", inner))
+
+    walk(jax.make_jaxpr(function)(*given).jaxpr)
+    return found
+
+
+def test_kernels_read_bytes_where_nothing_is_differentiated() -> None:
+    q, k, v = draw(jnp.float8_e4m3fn)
+    q, scale = q.astype(jnp.bfloat16), jnp.ones((2, 6, 2))
+    attend = lambda q, **how: dot_product_attention(q, k, v, k_scale=2.0, v_scale=scale, **how)  # noqa: E731
+    (forward,) = steps(attend, q)
+    assert forward.endswith("stored=e4m3:head:token)")
+    assert not any("stored" in step for step in steps(jax.grad(lambda q: attend(q).astype(jnp.float32).sum()), q))
+    assert not any("stored" in step for step in steps(attend, q.astype(jnp.float32)))
+    assert not any("stored" in step for step in steps(lambda q: attend(q, returns=("lse",)), q))
+    cu = jnp.array([0, 5, 12], jnp.int32)
+    packed = [x.reshape(12, *x.shape[2:]) for x in (q, k, v)]
+    (of_items,) = steps(lambda q: dot_product_attention_varlen(q, *packed[1:], cu, v_scale=jnp.ones((2, 2))), packed[0])
+    assert "stored=e4m3::head" in of_items
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", shapes())
+def test_16_bit_queries(kind: str, how: str) -> None:
+    """As with numbers in memory, also mapped and differentiated by q and by a scale."""
+    q, k, v = draw(KINDS[kind])
+    q = q.astype(jnp.bfloat16)
+    scale = jax.random.uniform(jax.random.key(7), shapes()[how]) + 0.5
+
+    def loss(q: Any, scale: Any, implementation: Any) -> Any:
+        out, residual = dot_product_attention(
+            q, k, v, is_causal=True, k_scale=scale, v_scale=2.0, return_residual=True, implementation=implementation
+        )
+        return (out.astype(jnp.float32) ** 2).sum() + residual.sum(), out
+
+    for function in (loss, jax.grad(loss, (0, 1), has_aux=True)):
+        found, exact = (jax.jit(function, static_argnums=2)(q, scale, name) for name in (None, "xla"))
+        jax.tree.map(np.testing.assert_array_equal, found, exact)
+    mapped = jax.vmap(lambda k: dot_product_attention(q, k, v, k_scale=scale))(jnp.stack([k, k[::-1]]))
+    np.testing.assert_array_equal(mapped[0], dot_product_attention(q, k, v, k_scale=scale))
+    np.testing.assert_array_equal(mapped[1], dot_product_attention(q, k[::-1], v, k_scale=scale))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_scales_are_cut_as_their_keys_are(tokens: bool) -> None:
+    q, k, v = draw(jnp.float8_e4m3fn)
+    q, scale = q.astype(jnp.bfloat16), jax.random.uniform(jax.random.key(7), (2, 6, 2) if tokens else (2, 2)) + 0.5
+    attend = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, k_scale=scale, v_scale=scale))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("b", "h"))
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("b", None, "h"))
+    parts = [jax.device_put(x, cut) for x in (q, k, v)]
+    found = attend(*parts)
+    assert found.sharding.is_equivalent_to(cut, 4)
+    assert "all-gather" not in attend.lower(*parts).compile().as_text()
+    np.testing.assert_array_equal(found, attend(q, k, v))

@@ -61,6 +61,18 @@ def test_a_row_s_offset_changes_nothing_but_its_rounding(
         assert error <= max(FACTOR * allowed, 2 * torch.finfo(dtype).eps), (name, error, allowed)
 
 
+@pytest.mark.parametrize("offset", OFFSETS, ids=lambda x: f"{x:.0e}")
+@pytest.mark.parametrize("tiles", ["one tile", "small_tiles"])
+def test_a_cpu_s_products_in_16_bits_do_not_lose_the_sum(
+    narrow: bool, tiles: str, offset: float, request: pytest.FixtureRequest
+) -> None:
+    """lse alone has lost it; a tile of whole rows, or a walk over the keys, finds it again."""
+    if tiles == "small_tiles":
+        request.getfixturevalue(tiles)
+    for dtype in (torch.bfloat16, torch.float16):
+        test_a_row_s_offset_changes_nothing_but_its_rounding("cpu", "auto", dtype, 40, offset)
+
+
 @pytest.mark.parametrize("small", [True, False], ids=["small", "exact"])
 @pytest.mark.parametrize(("backend", "backward"), FORMS[:3], ids=["cpu", "split", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

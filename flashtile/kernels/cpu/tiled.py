@@ -33,6 +33,7 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.dtype import DType
 
 Tensors = dict[str, torch.Tensor]
+FAR = 1024.0  # an lse, as `exponential.FAR` of kernels
 
 
 def forward(p: AttentionProblem, tensors: Tensors, outputs: tuple[str, ...], first_batch: int = 0) -> Tensors:
@@ -121,6 +122,8 @@ def backward(
     made = {f"d{n}": tensors[n].new_zeros(tensors[n].shape) for n in "qkv" if f"d{n}" in outputs}
     if wide_keys:
         made |= {name: t.to(score_dtype(p)) for name, t in made.items() if name != "dq"}
+    far = p.dtype.is_narrow and _is_far(tensors["lse"])  # then a row's sum is found, not taken from lse
+    product = score_dtype(p) if far else product_dtype(p)
     scratch, few = Scratch(exact=p.dtype is DType.FP32), _few(p)
     modifiers, sink, drop = Modifiers(p, tensors, score_dtype(p)), _sink(p, tensors), Drop(p, tensors)
     reach, by_rows = Reach(p, tensors, first_batch), p.dtype is DType.FP32 and _adds_rows(p)
@@ -128,18 +131,19 @@ def backward(
         torch.zeros_like(tensors["lse"], dtype=torch.float64).transpose(1, 2).unsqueeze(3)
     )  # of a row's dp, where it is wanted
     for strip in strips(p, tensors, first_batch):
-        all_k, all_v = strip.load(tensors["k"], score_dtype(p)), strip.load(tensors["v"], product_dtype(p))
+        all_k, all_v = strip.load(tensors["k"], score_dtype(p)), strip.load(tensors["v"], product)
         longest_k = reach.bound(all_k, all_v)
-        narrow_k = all_k if product_dtype(p) is score_dtype(p) else strip.load(tensors["k"], product_dtype(p))
+        narrow_k = all_k if product is score_dtype(p) else strip.load(tensors["k"], product)
         dk, dv = (
             torch.zeros_like(t, dtype=score_dtype(p)) if name in made else None for name, t in (("dk", all_k), ("dv", all_v))
         )
         for rows in strip.runs(few):
             wide, dtype = dtypes_of_rows(p, rows.first, rows.stop)
+            dtype = wide if far else dtype
             tiles = list(rows.tiles())
             whole = len(tiles) == 1 and dtype is wide
             sums = p.dtype.is_narrow and dtype is wide and not whole
-            given = _load(p, rows, tensors, whole, sums, sink)
+            given = _load(p, rows, tensors, whole, sums, sink, (wide, dtype))
             cancels = whole and "dlse" not in tensors  # in a row of one key by itself
             lone = None if cancels or not p.dtype.is_narrow or p.sink is not None else rows.lone()
             most = longest_k * reach.bound(given.scaled_q, given.dout)
@@ -262,9 +266,15 @@ def _few(p: AttentionProblem) -> int:
     return FEW_KEYS if p.dtype is DType.FP32 else 0
 
 
+def _is_far(lse: torch.Tensor) -> bool:
+    """Whether float32 rounds some row's lse by so much that probabilities are off by more than 2^-14."""
+    return bool(((lse.abs() > FAR) & lse.isfinite()).any())
+
+
 def _load(
-    p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: bool, sink: torch.Tensor | None
-) -> BackwardRows:
+    p: AttentionProblem, rows: Rows, tensors: Tensors, whole: bool, sums: bool, sink: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> BackwardRows:  # fmt: skip
     """p = exp(s - lse) has the relative error that lse has in absolute terms, 2^-24 |lse| from its rounding alone.
 
     Where a tile holds whole rows, these are normalised anew, as plain PyTorch does. Else, unless products are narrow, the
@@ -273,7 +283,7 @@ def _load(
     lse = rows.load(_column(tensors["lse"]), torch.float64)
     if "lse_low" in tensors:
         lse += rows.load(_column(tensors["lse_low"]), torch.float64)
-    lse, (wide, dtype) = _finite(lse), dtypes_of_rows(p, rows.first, rows.stop)
+    lse, (wide, dtype) = _finite(lse), dtypes
     rounded = lse.to(wide)
     dout = rows.load(tensors["dout"], wide)
     dlse = rows.load(_column(tensors["dlse"]), torch.float64) if "dlse" in tensors else torch.zeros_like(lse)

@@ -9,7 +9,12 @@ from __future__ import annotations
 from flashtile.kernels.device.exponential import LOG2E, exp
 from flashtile.kernels.device.score import stages
 from flashtile.problem.attention import AttentionProblem
-from flashtile.triton_glue.language import JitTuple, jit, tl
+from flashtile.triton_glue.language import JitTuple, constexpr, jit, tl
+
+FIELDS = constexpr(8)  # numbers of a row that a second derivative wants, a power of two; `portable.tangent` says which
+# What the keys of a row but its first may add up to, in units of that, to count as nothing; at float32's grade what rounding
+# takes off.
+LONE = constexpr(2.0**-22)
 
 
 def along(p: AttentionProblem, moved: frozenset[str]) -> JitTuple:

@@ -65,7 +65,11 @@ def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides
 
 @jit
 def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: tl.constexpr):
-    """(page, row) of new tokens by the items' lengths, and whether an item has a page for it."""
+    """(page, row) of new tokens by the items' lengths, and whether an item has a page for it.
+
+    Where lengths grow they count rows up to an item's first new one, else up to its last.
+    """
+    GROWS: tl.constexpr = place_ptrs[4] is not None  # pyright: ignore[reportAssignmentType]
     if place_ptrs[3] is not None:
         before = (place * 0).to(tl.int32)
         for start in tl.range(0, items + 1, 64):
@@ -74,10 +78,10 @@ def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: t
             before += tl.sum((cu[None, :] <= place[:, None]).to(tl.int32), 1)
         there = there & (before > 0) & (before <= items)
         item = tl.where(there, before - 1, 0).to(tl.int64)
-        end = tl.load(place_ptrs[3] + item + 1, mask=there, other=0).to(tl.int64)
+        edge = tl.load(place_ptrs[3] + item + (0 if GROWS else 1), mask=there, other=0).to(tl.int64)
     else:
-        item, end = slab, place * 0 + seqlen
-    position = tl.load(place_ptrs[1] + item, mask=there, other=0).to(tl.int64) - end + place
+        item, edge = slab, place * 0 + (0 if GROWS else seqlen)
+    position = tl.load(place_ptrs[1] + item, mask=there, other=0).to(tl.int64) - edge + place
     there = there & (position >= 0) & (position < rows)
     if place_ptrs[2] is not None:
         entry = place_ptrs[2] + item * strides[0] + position // PAGE * strides[1]
@@ -87,13 +91,29 @@ def row_of(place_ptrs, strides, slab, place, there, seqlen, items, rows, PAGE: t
         return item, position, there
 
 
+@jit
+def grow(place_ptrs, seqlen, items):
+    """Write how many rows items have with the new ones."""
+    for start in tl.range(0, items, 64):
+        item = start + tl.arange(0, 64)
+        there = item < items
+        count = item * 0 + seqlen
+        if place_ptrs[3] is not None:
+            count = tl.load(place_ptrs[3] + item + 1, mask=there, other=0) - tl.load(place_ptrs[3] + item, mask=there, other=0)
+        before = tl.load(place_ptrs[1] + item, mask=there, other=0)
+        tl.store(place_ptrs[4] + item, before + count, mask=there)
+
+
 @jit(do_not_specialize=["tokens", "seqlen", "heads", "pages", "items", "most"])
 def append_rows(in_ptrs, out_ptrs, scale_ptrs, place_ptrs, strides, tokens, seqlen, heads, pages, items, most,
                 HOW: tl.constexpr):  # fmt: skip
     """How.rows heads of tokens; in_ptrs = (k, v), out_ptrs = (k_cache, v_cache), scale_ptrs theirs; place_ptrs = (slots, or
-    seqused_k, page_table or None, cu_seqlens or None); strides of the first six, slots and page_table; most: rows that an item
-    may have. No v where values are columns of keys.
+    seqused_k, page_table or None, cu_seqlens or None, after where lengths grow); strides of the first six, slots and
+    page_table; most: rows that an item may have. No v where values are columns of keys.
     """
+    if place_ptrs[4] is not None:
+        if tl.program_id(0) == 0:
+            grow(place_ptrs, seqlen, items)
     STORED: tl.constexpr = HOW.stored
     K_SCALE: tl.constexpr = HOW.k_scale
     V_SCALE: tl.constexpr = HOW.v_scale
@@ -129,6 +149,7 @@ def plan_append(p: AppendProblem) -> Plan:
 
     given, made, scaled = each("{}"), each("{}_out"), [scales.get(side) for side in "kv"]
     places = [n if n in p.shapes() else None for n in ("slots", "seqused_k", "page_table", "cu_seqlens")]
+    places.append("after" if p.grows else None)
     strided = (*given, *made, *scaled, places[0], places[2])
     call = KernelCall(
         append_rows, (-(-tokens * p.heads_kv // rows), 1, 1),

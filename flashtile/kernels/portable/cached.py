@@ -199,4 +199,5 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
         f"decode tile {launch.spell()}, {heads} heads packed",
         f"{problem.splits} parts of {split} keys" if split else "one pass",
     )
-    return Plan(problem, "triton", "", (*cached_buffers(problem), *scratch), tuple(calls), notes)
+    buffers = (*cached_buffers(problem), *scratch)
+    return Plan(problem, "triton", "", buffers, tuple(calls), notes, spare=frozenset({"lse"}))

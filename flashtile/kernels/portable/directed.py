@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from flashtile.kernels.device.direction import along, moves_captured, second_refusals, tangent_refusals
+from flashtile.kernels.device.direction import FIELDS, along, moves_captured, second_refusals, tangent_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain
 from flashtile.kernels.device.small import is_small
@@ -14,12 +14,13 @@ from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles
 from flashtile.kernels.portable.second import attention_second_keys, attention_second_queries
 from flashtile.kernels.portable.statistics import (
+    Pace,
     attention_entropy_keys,
     attention_entropy_queries,
     attention_mass,
     attention_statistics,
 )
-from flashtile.kernels.portable.tangent import FIELDS, attention_tangent
+from flashtile.kernels.portable.tangent import attention_tangent
 from flashtile.kernels.portable.tile import OVER_KEYS, Launch, Pass, form_in, make_tile, padded, products
 from flashtile.plan.arguments import integers, mask_args, moved_args, score_args
 from flashtile.plan.backend import Direction, OfferedPass, Passes
@@ -141,7 +142,7 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, launc
     chosen = {which: (launches or {}).get(which) or choose_directed(p, device, which) for which in INTERPRETED}
     schedules, buffers = Schedules(p), list(second_buffers(p, direction))
     sum_dtype = "fp64" if chosen["tangent"].products == "float64" else "fp32"
-    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, FIELDS.value), sum_dtype, "scratch"))
+    buffers.append(Buffer("rows", (p.slabs, p.heads_q, p.span_q, int(FIELDS)), sum_dtype, "scratch"))
     sunk = p.sink is not None and p.sink.grad
     if sunk:
         tiles = most_tiles(p.span_q, p.batch, chosen["tangent"].block_q, p.lengths.varlen)
@@ -235,7 +236,8 @@ def plan_statistics(p: AttentionProblem, device: Device, direction: Direction, l
         call = _light_call(attention_mass, p, device, launch, KEYS, schedules, ("q", "k", "lse"), "mass", ("q", "k"),
                            heads=p.heads_q, more=(direction.last,))  # fmt: skip
         parts = -(-launch.block_k // MASS_KEYS)
-        calls.append(replace(call, constants=(*call.constants, ("PARTS", parts))))
+        pace = Pace(parts, early=parts > 1 and device.kind == "cuda" and device.arch >= 90)
+        calls.append(replace(call, constants=(*call.constants, ("PACE", pace)), early=pace.early))
         notes.append(f"mass tile {launch.spell()}")
     buffers = (*statistics_buffers(p, direction), *schedules.buffers)
     return Plan(p, "triton", "", buffers, (*schedules.calls, *calls), tuple(notes))

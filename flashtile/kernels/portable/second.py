@@ -7,7 +7,7 @@ ds = p (dp - delta): its tangent is p ((T - mu) (dp - delta) + dp' - delta'), wh
 from __future__ import annotations
 
 from flashtile.kernels.device.blocks import block_list, block_start
-from flashtile.kernels.device.direction import directed_gradients, directed_probabilities
+from flashtile.kernels.device.direction import FIELDS, directed_gradients, directed_probabilities
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
@@ -22,7 +22,7 @@ from flashtile.kernels.device.product import (
 )
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
-from flashtile.kernels.portable.tangent import FIELDS, product_tangent
+from flashtile.kernels.portable.tangent import product_tangent
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
 
@@ -182,12 +182,13 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
 @jit
 def add_by_key(acc, x, parts, T: tl.constexpr):
     """acc of keys + x times parts of queries, as `add_rounded`; x is of keys by queries, where T.upright of queries by keys."""
-    if not T.upright:
-        return add_rounded(acc, x, parts, T)
-    acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
-    if T.halves_rounding:
-        rest = x - x.to(parts[0].dtype).to(x.dtype)
-        acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+    if T.upright:
+        acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
+        if T.halves_rounding:
+            rest = x - x.to(parts[0].dtype).to(x.dtype)
+            acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+    else:  # Triton compiles what stands behind a return, too
+        acc = add_rounded(acc, x, parts, T)
     return acc
 
 

@@ -6,6 +6,7 @@ scores y with p = exp(y - lse): the entropy is H = lse - sum p y, its derivative
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.device.exponential import exp, finite
@@ -14,9 +15,18 @@ from flashtile.kernels.device.memory import column_offset, head_offset, load_til
 from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, score_product, transposed
 from flashtile.kernels.device.score import locate, stages
 from flashtile.kernels.device.softmax import entropy_of
+from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a program of mass goes through its keys: in how many parts; whether it begins before the kernel in front is done."""
+
+    parts: int
+    early: bool
 
 
 class Spread(NamedTuple):
@@ -126,12 +136,15 @@ def key_mass(q, lse, k_head, strides, item, sizes, head, index, column, width, s
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, args, region,
-                   T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                   T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PACE: tl.constexpr):  # fmt: skip
     """One key tile of one query head: what probability its keys receive from an item's last region[2] queries, or all if 0.
 
-    It goes by PARTS: where queries are few, a program waits for its first keys alone. in_ptrs = (q, k, lse); mass is (slabs,
-    heads_q, span_k); all else as for `attention_statistics`.
+    It goes by PACE.parts: where queries are few, a program waits for its first keys alone. in_ptrs = (q, k, lse); mass is
+    (slabs, heads_q, span_k); all else as for `attention_statistics`.
     """
+    PARTS: tl.constexpr = PACE.parts
+    if PACE.early:
+        await_stream()
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     KEYS: tl.constexpr = BLOCK_K // PARTS
@@ -163,12 +176,13 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
             mass += key_mass(q, lse, k_head, strides, item, sizes, head, index, column, item.k - column, scale, band, args, T,
                              SCORE, MASK, KEYS)  # fmt: skip
         else:
+            if start > lo:
+                tl.debug_barrier()  # what other threads may have left
             for key in tl.range(column, tl.minimum(column + BLOCK_K, item.span_k), KEYS):
                 part = key_mass(q, lse, k_head, strides, item, sizes, head, index, key, item.k - key, scale, band, args, T,
                                 SCORE, MASK, KEYS)  # fmt: skip
                 keys = key + tl.arange(0, KEYS)
-                if start > lo:  # queries before have left theirs, perhaps other threads
-                    tl.debug_barrier()
+                if start > lo:  # queries before have left theirs
                     part += tl.load(mass_head + keys, mask=keys < item.span_k, other=0.0)
                 tl.store(mass_head + keys, part, mask=keys < item.span_k)
     if PARTS == 1:

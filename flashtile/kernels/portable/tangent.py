@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.kernels.device.blocks import block_list, block_start
-from flashtile.kernels.device.direction import slopes_of
+from flashtile.kernels.device.direction import FIELDS, LONE, slopes_of
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import LN2, LOG2E, exp
 from flashtile.kernels.device.mask import seen, zero_unseen
@@ -28,12 +28,7 @@ from flashtile.kernels.device.product import (
 from flashtile.kernels.device.score import locate, stages
 from flashtile.kernels.portable.opening import query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse
-from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
-
-FIELDS = constexpr(8)  # numbers of a row for `second`, a power of two
-# What the keys of a row but its first may add up to, in units of that, to count as nothing; at float32's grade what rounding
-# takes off.
-LONE = constexpr(2.0**-22)
+from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
 
 class Moving(NamedTuple):

@@ -46,6 +46,8 @@ from flashtile.kernels.sm90.host.tile_forward import (
     make_queries_tile,
     make_watched_tile,
 )
+from flashtile.kernels.sm90.tangent.plan import plan_tangent
+from flashtile.kernels.sm90.tangent.plan import refusals as tangent_refusals
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
 from flashtile.plan.buffers import backward_buffers, forward_buffers, keys_dtype, row_statistics, shapes
@@ -92,7 +94,9 @@ class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
-    passes: Passes = MappingProxyType({"watched": OfferedPass(_watched, _watched_refusals)})
+    passes: Passes = MappingProxyType(
+        {"watched": OfferedPass(_watched, _watched_refusals), "tangent": OfferedPass(plan_tangent, tangent_refusals)}
+    )
     repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 
     def unsupported(self, problem: AttentionProblem, device: Device, variant: Variant | None = None) -> list[str]:
@@ -277,7 +281,8 @@ class HopperBackend:
             room = (tiles // 2 if tile.schedule.helps else more, 2, GROUP_ROWS, tile.columns + tile.columns_v)
             scratch.append(Buffer("given", room, "fp32", "scratch"))
         parts = [part for part in tile.parts if part.makes & gradients.wanted or tile.outputs.ds]
-        unasked = {n for part in parts for n in part.makes} - gradients.wanted - {"q"}
+        formed = {n for part in parts for n in part.makes}
+        unasked = formed - gradients.wanted - {"q"}
         stored_in = keys_dtype(p, tile.outputs.wide_keys)
         made = {n: f"d{n}" for n in "kv"}  # by the passes over keys
         if launch.ungrouped:
@@ -313,7 +318,8 @@ class HopperBackend:
             registers=None if tile.items.ragged else ROW_REGISTERS,
             early=True,
         )
-        whole = [(Pointer(n), Strides(n)) if p.lengths.varlen or tile.outputs.wide_keys else None for n in made.values()]
+        alone = p.lengths.varlen or tile.outputs.wide_keys  # rows that the copy engine does not write
+        whole = [(Pointer(name), Strides(name)) if alone and n in formed else None for n, name in made.items()]
         dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.pipeline.converts else None
         keys = [
             KernelCall(
@@ -357,7 +363,7 @@ class HopperBackend:
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))
         if launch.ungrouped:
-            calls += [head_sums(p, n) for n in "kv" if n in gradients.wanted]
+            calls += head_sums(p, [n for n in "kv" if n in gradients.wanted])
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -386,13 +392,15 @@ BACKEND = HopperBackend()
 ROW_WARPS, ROW_REGISTERS = 8, 64
 
 
-def head_sums(p: AttentionProblem, name: str) -> KernelCall:
-    """dk or dv ("k", "v") of the gradients that query heads have made apart."""
-    width = p.head_dim if name == "k" else p.head_dim_v
-    tile = HeadSums(p.group, width, 1 << (width - 1).bit_length())
+def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:
+    """dk and dv ("k", "v"), of those that are wanted, from the gradients that query heads have made apart."""
+    if not names:
+        return []
+    tile = HeadSums(p.group, tuple(p.head_dim if n == "k" else p.head_dim_v for n in names))
     grid = (-(-p.span_k // tile.rows) * p.heads_kv * p.slabs, 1, 1)
-    args = (Pointer(f"d{name}.heads"), Pointer(f"d{name}"), Strides(f"d{name}"), p.span_k, p.heads_kv)
-    return KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)
+    sources, targets = (tuple(Pointer(f"d{n}{tail}") for n in names) for tail in (".heads", ""))
+    args = (sources, targets, tuple(Strides(f"d{n}") for n in names), p.span_k, p.heads_kv)
+    return [KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)]
 
 
 def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:

@@ -52,17 +52,15 @@ def append_to_cache(
     """
     packed = cu_seqlens is not None or (isinstance(slots, torch.Tensor) and slots.dim() == 1)
     tensors = k, v, k_cache, v_cache, page_table, seqused_k, slots, cu_seqlens, q
-    key, scales = _recognize(tensors, packed, rotary is not None, (k_scale, v_scale), backend)
-    bound = None if key is None else _KNOWN.get(key)
+    key, scales, bound = _recognize(tensors, packed, rotary is not None, (k_scale, v_scale), backend)
     if bound is not None:
-        used, cu, rows, after = seqused_k, None if cu_seqlens is None else taken("cu_seqlens", cu_seqlens, k), -1, None
+        used, cu, rows = seqused_k, None if cu_seqlens is None else taken("cu_seqlens", cu_seqlens, k), -1
         if used is not None:
             used = taken("seqused_k", used, k)
             if rotary is not None:
                 q, k, rows = rotate(q, k, rotary, used, cu, backend)
-            after = lengthened(used, k, cu)
         slots = None if slots is None else slots.long()
-        write_again(bound, (k, v, k_cache, v_cache), scales, page_table, used, slots, cu, rows, backend, after)
+        write_again(bound, (k, v, k_cache, v_cache), scales, page_table, used, slots, cu, rows, backend)
         return q
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape == (0,):
         raise InvalidProblem("cu_seqlens has 0 elements; it must have batch + 1.")
@@ -115,21 +113,25 @@ def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool) -> int:
 
 def _recognize(
     tensors: tuple[Any, ...], packed: bool, rotates: bool, scales: tuple[Any, Any], backend: Any
-) -> tuple[tuple[Any, ...] | None, Scales]:
-    """(key, scales as `check_scale` returns them) of an append; None for one without a key (`known.py`)."""
+) -> tuple[tuple[Any, ...] | None, Scales, Bound | None]:
+    """(key, scales as `check_scale` returns them, what is known to run it) of an append; None for one without a key."""
+    unknown = None, NO_SCALES, None
     if is_seen():
-        return None, NO_SCALES
+        return unknown
     try:
         k, v, k_cache, v_cache, *_, cu, _ = tensors
         shared, made = k_cache.data_ptr() == v_cache.data_ptr(), NO_SCALES
         if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
-                return None, NO_SCALES
+                return unknown
             made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
-        key = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
-        return (tuple(key), made) if add_layouts(key, (*tensors, *made)) and k_cache.device.type != "meta" else (None, made)
+        key: list[Any] = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
+        if not add_layouts(key, (*tensors, *made)) or k.device.type == "meta":
+            return unknown
+        found = tuple(key)
+        return found, made, _KNOWN.get(found)
     except NO_KEY:
-        return None, NO_SCALES
+        return unknown
 
 
 _KNOWN = Memory[Any, Bound](1024, "known appends to caches")
@@ -154,7 +156,7 @@ class New:
         """Into the pools, the rows alone, whose gradients are another's business; what did it, unless that was an operator."""
         return append_rows(
             self.k.detach(), self.v.detach(), k_cache, v_cache, *self.scales, self.page_table, self.before, None, self.cu,
-            self.rotary_rows, self.backend, after=self.used,
+            self.rotary_rows, self.backend,
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def attention_cached(
     packed, given = cu_seqlens_q is not None, (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
     seen = recognize(given, append, rotary is not None, (causal, return_lse, split, options, window, mask), changes)
     if seen is not None and seen.known is not None:
-        made = seen.known.run(seen, append, rotary, None if options is None else options.backend)
+        made = seen.known.run(seen, append, rotary, None if options is None else options.backend, return_lse)
         return made if return_lse else made[0]
     check_pools(q, k_cache, v_cache, packed)
     pair = None if append is None else check_pair(append, k_cache, v_cache, packed)

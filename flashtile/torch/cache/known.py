@@ -131,8 +131,8 @@ class Known(NamedTuple):
     layout: Layout
     bound: Bound | None
 
-    def run(self, call: Call, append: Any, rotary: Any, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
+    def run(self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool) -> tuple[Any, Any]:
+        """(out, lse), which unless `whole` may be None."""
         layout, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.tensors
         used = taken("seqused_k", used, q)
         cu = None if cu is None else taken("cu_seqlens_q", cu, q)
@@ -142,33 +142,33 @@ class Known(NamedTuple):
             rows = -1
             if rotary is not None:
                 q, k, rows = rotate(q, k, rotary, used, cu, backend)
-            after = lengthened(used, k, cu)
             if layout.looks:  # nothing is written for a call that fails
                 slots_of(k, k_cache, page_table, used, cu, rows)
-                check_lengths(layout.problem.pages, after, first, page_table)
-            write_again(self.bound, (k, v, k_cache, v_cache), call.scales, page_table, used, None, cu, rows, backend, after)
-            used = after
+                check_lengths(layout.problem.pages, lengthened(used, k, cu), first, page_table)
+            four = k, v, k_cache, v_cache
+            after = write_again(self.bound, four, call.scales, page_table, used, None, cu, rows, backend)
+            used = lengthened(used, k, cu) if after is None else after
         lengths = (used,) if cu is None else (cu, cu, used)
         tensors = tensors_of(q, (k_cache, v_cache), call.scales, page_table, first, (*call.others, *lengths))
-        return layout.attend(layout.inputs(tensors), first, page_table)
+        return layout.attend(layout.inputs(tensors), first, page_table, whole)
 
 
 def write_again(
     bound: Bound, four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe,
-    used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str | None, after: Maybe,
-) -> None:  # fmt: skip
-    """`write_rows` of a layout that is bound already. four: new rows, and the pools."""
+    used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str | None,
+) -> Maybe:  # fmt: skip
+    """What `write_rows` says that items have then, of a layout that is bound already. four: new rows, and the pools."""
     replay = bound.direct
     if replay is None:
-        write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "", after)
-        return
-    named = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
-    named |= {"seqused_k": after, "page_table": page_table, "cu_seqlens": cu, "slots": slots}
+        return write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "")[1]
+    named: dict[str, Any] = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
+    named |= {"seqused_k": used, "page_table": page_table, "cu_seqlens": cu, "slots": slots}
     if scales is not NO_SCALES:
         named |= {"k_scale": new_scale(scales[0], four[0], cu), "v_scale": new_scale(scales[1], four[1], cu)}
     inputs = [named[name] for name in bound.inputs]
-    replay.direct(inputs, addresses_of(inputs))
+    made = replay.direct(inputs, addresses_of(inputs))
     tell_written(*four[2:], *scales)
+    return made[0] if made else None
 
 
 def remember(call: Call, numbers: Iterable[Any], layout: Layout, bound: Bound | None) -> None:

@@ -39,18 +39,15 @@ PLACES = ("seqused_k", "page_table", "cu_seqlens")  # of an append by the items'
 # -- append ---------------------------------------------------------------------------------------------------------------
 
 
-def append_rows(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any, after: Maybe = None
-) -> Bound | None:
-    """The operator, or what it runs where nobody wants to see it, which is returned then.
-
-    asked: the rest of its arguments, backend None for any; after: the items' lengths with the new rows, where they are known.
+def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked: Any) -> Bound | None:
+    """The operator, or what it runs where nobody wants to see it: what has written then. asked: the rest of its arguments,
+    backend None for any.
     """
-    *rest, backend = asked
+    k_scale, v_scale, *places, backend = asked
+    places.append(backend or "")
     if not is_watched(k, v, k_cache, v_cache):
-        k_scale, v_scale, *places = rest
-        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places, backend or "", after)
-    APPEND(k, v, k_cache, v_cache, *rest, backend or "")
+        return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places)[0]
+    APPEND(k, v, k_cache, v_cache, k_scale, v_scale, *places)
     return None
 
 
@@ -62,9 +59,9 @@ def run_append(
 
 def write_rows(
     four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, used: Maybe,
-    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str, after: Maybe = None,
-) -> Bound:  # fmt: skip
-    """What has written them. four: new rows, and the pools."""
+    slots: Maybe, cu: Maybe, rotary_rows: int, backend: str,
+) -> tuple[Bound, Maybe]:  # fmt: skip
+    """What has written them, and how many rows items have with them, if it says so. four: new rows, and the pools."""
     (k, v, k_cache, v_cache), (k_scale, v_scale) = four, scales
     count, size = k_cache.shape[:2]
     stored, shared = stored_of(k_cache, (k_scale, v_scale)), is_shared(k_cache, v_cache)
@@ -77,9 +74,7 @@ def write_rows(
             slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
         if k.device.type != "cpu" or backend == "triton":  # the kernel finds the rows itself
             slots = None
-            if after is None:
-                after = used + (k.shape[1] if cu is None else cu.diff())
-            places = {n: t for n, t in zip(PLACES, (after, page_table, cu), strict=True) if t is not None}
+            places = {n: t for n, t in zip(PLACES, (used, page_table, cu), strict=True) if t is not None}
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
         odd = slots[(slots < -1) | (slots >= count * size)]
         raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
@@ -99,13 +94,13 @@ def write_rows(
         columns = None if page_table is None else page_table.shape[1]
         problem = AppendProblem(slabs, seqlen, heads, dim, v.shape[3], DTYPES[k.dtype], count, size, stored, shared)
         if slots is None:
-            problem = replace(problem, items=items, columns=columns, packed=cu is not None)
+            problem = replace(problem, items=items, columns=columns, packed=cu is not None, grows=True)
         plan = dispatch.plan_cached(problem, device_of(k.device), backend or None)
         bound = _APPENDS[key] = Bound(plan, tensors, k.device)
     if k.numel() and items != 0:
         bound.run(tensors)
     tell_written(k_cache, v_cache, k_scale, v_scale)
-    return bound
+    return bound, tensors.get("after")
 
 
 def tell_written(k_cache: torch.Tensor, v_cache: torch.Tensor, *scales: Maybe) -> None:
@@ -270,8 +265,10 @@ class Layout:
         """The plan's, of all the call's."""
         return [tensors[i] for i in self._order]
 
-    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) as callers have them; InvalidProblem, on the CPU, for lengths and pages without meaning."""
+    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe, whole: bool = True) -> tuple[Any, Any]:
+        """(out, lse) as callers have them, unless `whole` lse may be None; InvalidProblem, on the CPU, for lengths and pages
+        without meaning.
+        """
         if self.looks:
             by_name = dict(zip(self.names, inputs, strict=True))
             if self.packed:
@@ -285,9 +282,9 @@ class Layout:
             made = self._bound.run(tensors)
             out, lse = made["out"], made["lse"].contiguous()
         else:
-            out, lse = replay.direct(inputs, addresses_of(inputs))  # in the order of `cached_buffers`, and as these lie
+            out, lse = replay.direct(inputs, addresses_of(inputs), whole)  # in the order of `cached_buffers`, and as these lie
         if self.packed:
-            out, lse = out[0], lse[0]
+            out, lse = out[0], lse if lse is None else lse[0]
         return laid(out, self.out_strides), lse
 
 

@@ -11,7 +11,7 @@ from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
 from flashtile.torch.execute.bound import DTYPES, check_device
-from flashtile.torch.execute.plain import is_compiling, is_traced, transforms
+from flashtile.torch.execute.plain import PLAIN, is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -75,6 +75,9 @@ def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
     """A tensor of lengths as kernels read it; InvalidProblem for what is none, or has not `size` elements, one an item."""
+    if type(tensor) in PLAIN and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
+        if tensor.device == like.device and (size is None or tensor.shape[0] == size):
+            return tensor  # as it mostly is
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be an int32 tensor.")
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):

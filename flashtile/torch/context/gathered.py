@@ -36,7 +36,7 @@ class Part:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its keys of (batch, seqlen, heads, d)."""
         keys = whole[:, self.keys]
-        return keys if self.order is None else keys.index_select(1, self.order.at)
+        return keys if self.order is None else self.order.of(keys)
 
     def meant(self, whole: torch.Tensor) -> torch.Tensor:
         """What is laid as these, of a tensor whose numbers nobody reads yet."""
@@ -49,7 +49,7 @@ class Part:
         """Gradients of its keys, in their own order."""
         if self.order is None:
             return grads
-        return [t.index_select(1, self.order.inverse) for t in grads]
+        return [self.order.undone(t) for t in grads]
 
 
 PartsOf = Callable[[Fetched, Wanted], list[Part]]

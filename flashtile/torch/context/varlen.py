@@ -95,7 +95,7 @@ def attention_varlen(
         out, lse = over_mesh(q, k, v, context, want, over)
     else:
         out, lse = _over_positions(q, k, v, context, want, method, return_lse, given)
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 def attention_of_items(
@@ -127,7 +127,7 @@ def attention_of_items(
         return [Part(slice(0, q.shape[1]), slice(first, end), {**want.banded(), **given.tensors, **most})]
 
     out, lse = attend_gathered(q, k, v, context, want, FULL, parts_of, return_lse)  # whose items they are, the caller knows
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 def _over_positions(
@@ -189,20 +189,21 @@ def _of_documents(
     Gathered keys lie chunk by chunk. A call takes those of the chunks that it sees document by document, so that each item's
     last query stands at its last key.
     """
-    ranks, total = context.ranks, k.shape[1] * context.ranks
-    documents, everything = Documents.of(given.tensors["cu_seqlens_q"], total, ranks), want.band == FULL
+    ranks, everything, parts = context.ranks, want.band == FULL, list[Part]()
     longest = given.max_seqlen_q if given.max_seqlen_k is None else given.max_seqlen_k
     most = None if longest is None else -(-longest // (2 * ranks))  # of a document's chunk
-    parts: list[Part] = []
-    for i, chunk in enumerate((context.rank, 2 * ranks - 1 - context.rank)):
-        seen, size = 2 * ranks if everything else chunk + 1, documents.chunk
-        items = {
-            "cu_seqlens_q": documents.items(chunk, chunk + 1), "cu_seqlens_k": documents.items(0, seen),
-            "max_seqlen_q": most, "max_seqlen_k": None if most is None else most * seen,
-        }  # fmt: skip
-        parts.append(Part(slice(i * size, (i + 1) * size), slice(0, seen * size), items, documents.seen(seen)))
 
     def parts_of(_: Fetched, want: Wanted) -> list[Part]:
+        if not parts:  # worked out while keys are under way
+            documents = Documents.of(given.tensors["cu_seqlens_q"], k.shape[1] * ranks, ranks)
+            size = documents.chunk
+            for i, chunk in enumerate((context.rank, 2 * ranks - 1 - context.rank)):
+                seen = 2 * ranks if everything else chunk + 1
+                items = {
+                    "cu_seqlens_q": documents.items(chunk, chunk + 1), "cu_seqlens_k": documents.items(0, seen),
+                    "max_seqlen_q": most, "max_seqlen_k": None if most is None else most * seen,
+                }  # fmt: skip
+                parts.append(Part(slice(i * size, (i + 1) * size), slice(0, seen * size), items, documents.seen(seen)))
         return [replace(part, arguments={**want.banded(), **part.arguments}) for part in parts]
 
     return attend_gathered(q, k, v, context, want, FULL if everything else Band(None, 0), parts_of, return_lse)

@@ -71,6 +71,11 @@ class Replay:
             if name in scratch and not zeroed:
                 self.offsets[name] = self.scratch_bytes
                 self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
+        self.spare = dict[str, int]()  # where outputs lie in the scratch whose address is given as 0
+        for name, shape, _, dtype, _ in self.allocations:
+            if name in plan.spare and self.offsets:
+                self.spare[name] = self.scratch_bytes
+                self.scratch_bytes += -(-prod(shape) * dtype.itemsize // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
         self.graphs_left = MOST_GRAPHS if pays(plan, len(launches)) else 0
         self.made = [name for name, *_ in self.allocations]  # in the order of `outputs`, where it is not None
         if alike is None:
@@ -79,9 +84,9 @@ class Replay:
             return
         self.names = [*inputs, *self.made]
         self.outputs = [
-            (inputs.index(alike[a[0]]), torch.empty_like, a[0] in plan.optional)
+            (inputs.index(alike[a[0]]), torch.empty_like, a[0] in plan.optional or a[0] in self.spare)
             if a[0] in alike
-            else (0, _maker(a, device), a[0] in plan.optional)
+            else (0, _maker(a, device), a[0] in plan.optional or a[0] in self.spare)
             for a in self.allocations
         ]
 
@@ -89,7 +94,8 @@ class Replay:
         self, inputs: Sequence[torch.Tensor], addresses: Sequence[int], whole: bool = True, into: Into | None = None
     ) -> list[Any]:
         """The plan's outputs, of inputs (and where they lie) in the order in which they were bound; unless `whole`, optional
-        outputs are None. into: where one of them is to be; another tensor is made where it cannot.
+        outputs are None, and spare ones where there is scratch. into: where one of them is to be; another tensor is made where
+        it cannot.
 
         Only of plain bindings. It takes half of the host's time of `Bound.run`.
         """
@@ -167,6 +173,7 @@ class Replay:
         by_name = dict(zip(self.names, addresses, strict=False))
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
         by_name.update((name, by_name[source]) for name, source in self.over.items() if source in by_name)
+        by_name.update((name, addresses[-1] + offset) for name, offset in self.spare.items() if not by_name[name])
         met = self.known[places] = Met([(x.launch, (*x.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return met
 

@@ -36,9 +36,7 @@ from flashtile.triton_glue.gluon import (
 
 STRIPS = gl.constexpr(4)  # of values that one consumer adds up
 HALF = gl.constexpr(256)  # their columns
-SLACK = gl.constexpr(
-    8.0
-)  # by which scores may exceed what is subtracted, in units of log2, before that rises: 1.04 times as fast
+SLACK = gl.constexpr(8.0)  # by which scores may exceed what is subtracted, in log2: accumulators are scaled seldom
 PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itself
 
 

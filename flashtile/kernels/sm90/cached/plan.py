@@ -62,4 +62,4 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",
         f"{problem.splits} parts of {split} keys" if split else "one pass",
     )
-    return Plan(problem, name, "", (*cached_buffers(problem), *scratch), tuple(calls), notes)
+    return Plan(problem, name, "", (*cached_buffers(problem), *scratch), tuple(calls), notes, spare=frozenset({"lse"}))

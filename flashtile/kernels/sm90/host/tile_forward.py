@@ -219,6 +219,11 @@ class ForwardTile(Narrow):
         return 1.0 + 1.65 * LOST * self.head_dim
 
     @property
+    def raised(self) -> float:
+        """By what `arguments.product_scale` exceeds the scale."""
+        return 1.0 + LOST * self.head_dim
+
+    @property
     def pieces(self) -> int:
         """Accumulators: of three parts the first two have one (tile widths are powers of two)."""
         return 2 if self.parts_v > 1 else 1

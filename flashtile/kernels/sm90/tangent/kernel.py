@@ -8,7 +8,9 @@ exponentiates there are four products of the other, or six.
 
 from typing import NamedTuple
 
+from flashtile.kernels.device.direction import FIELDS, LONE
 from flashtile.kernels.device.exponential import LN2, LOG2E
+from flashtile.kernels.device.memory import head_offset
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.sm90.device.barriers import pass_turn, take_turn
 from flashtile.kernels.sm90.device.blank import blank_unseen
@@ -287,7 +289,7 @@ def step(rows, ref, mem, use, tile, at, size, rest, GROUP: gl.constexpr, MASKED:
 
 @gluon.jit
 def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale, GROUP: gl.constexpr, T: gl.constexpr):
-    """Write out, lse and their tangents; a row that saw nothing gives 0, -inf, 0 and 0."""
+    """Write those of out, lse, their tangents and FIELDS that are wanted; a row that saw nothing gives 0, -inf, 0 and 0."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
@@ -299,18 +301,76 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     index = at.row + gl.arange(0, ROWS, BY_KEY)
     at_rows = (at.slab * whole.heads + at.head).to(gl.int64) * whole.seqlen_q + index
     lse = (rows.top * (scale * LOG2E) + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN2
-    gl.store(targets[0] + at_rows, lse, mask=index < size.seqlen_q)
-    gl.store(targets[1] + at_rows, gl.where(total == 0.0, 0.0, mean + ref), mask=index < size.seqlen_q)
+    here = index < size.seqlen_q
+    if targets[0] is not None:
+        gl.store(targets[0] + at_rows, lse, mask=here)
+    if targets[1] is not None:
+        gl.store(targets[1] + at_rows, gl.where(total == 0.0, 0.0, mean + ref), mask=here)
     seen = gl.convert_layout(total != 0.0, BY_COLUMN)[:, None]
-    share, mean = gl.convert_layout(share, BY_COLUMN)[:, None], gl.convert_layout(mean, BY_COLUMN)[:, None]
-    out = gl.where(seen, rows.acc * share, 0.0)
-    tout = gl.where(seen, rows.turn * share - mean * out, 0.0)
-    mem.q.index(GROUP).reshape([ROWS, COLUMNS]).store(out.to(out_desc.dtype))
-    mem.tq.index(GROUP).reshape([ROWS, COLUMNS]).store(tout.to(out_desc.dtype))
+    shares, means = gl.convert_layout(share, BY_COLUMN)[:, None], gl.convert_layout(mean, BY_COLUMN)[:, None]
+    out = gl.where(seen, rows.acc * shares, 0.0)
+    tout = gl.where(seen, rows.turn * shares - means * out, 0.0)
+    if targets[2] is not None:
+        delta, tdelta = deltas(out, tout, targets[3], targets[4], at, size, T)
+        fields, lone = targets[2] + at_rows * FIELDS, gl.abs(total - 1.0) <= LONE
+        gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
+        gl.store(fields + 1, tdelta, mask=here)
+        gl.store(fields + 2, gl.where(lone | (total == 0.0), 0.0, mean + ref), mask=here)
+        gl.store(fields + 4, gl.where(lone, 0.0, scale / T.raised), mask=here)
+        gl.store(fields + 6, delta, mask=here)
+    if out_desc is not None:
+        mem.q.index(GROUP).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
+    if tout_desc is not None:
+        mem.tq.index(GROUP).reshape([ROWS, COLUMNS]).store(tout.to(mem.q.dtype))
     fence_async_shared()
-    send(mem.q.index(GROUP), out_desc, (), at, 0, T.head_dim_v, T)
-    send(mem.tq.index(GROUP), tout_desc, (), at, 0, T.head_dim_v, T)
+    if out_desc is not None:
+        send(mem.q.index(GROUP), out_desc, (), at, 0, T.head_dim_v, T)
+    if tout_desc is not None:
+        send(mem.tq.index(GROUP), tout_desc, (), at, 0, T.head_dim_v, T)
     store_wait(0)
+
+
+@gluon.jit
+def deltas(out, tout, given, strides, at, size, T: gl.constexpr):
+    """(delta = sum(out dout) - dlse, its tangent) of a warpgroup's rows; given = (dout, dlse, tangents of both), or None."""
+    ROWS: gl.constexpr = T.rows
+    BLOCK_K: gl.constexpr = T.block_k
+    BY_KEY: gl.constexpr = row_layout(BLOCK_K)
+    delta = gl.zeros([ROWS], gl.float32, BY_KEY)  # pyright: ignore[reportCallIssue]
+    tdelta = delta
+    if given[0] is not None:
+        dout = given_rows(given[0], strides[0], out, at, size, T)
+        delta = gl.convert_layout(gl.sum(out * dout, 1), BY_KEY)
+        tdelta = gl.convert_layout(gl.sum(tout * dout, 1), BY_KEY)
+    if given[2] is not None:
+        tdelta = tdelta + gl.convert_layout(gl.sum(out * given_rows(given[2], strides[2], out, at, size, T), 1), BY_KEY)
+    index = at.row + gl.arange(0, ROWS, BY_KEY)
+    if given[1] is not None:
+        delta = delta - given_lse(given[1], strides[1], index, at, size)
+    if given[3] is not None:
+        tdelta = tdelta - given_lse(given[3], strides[3], index, at, size)
+    return delta, tdelta
+
+
+@gluon.jit
+def given_rows(ptr, strides, like, at, size, T: gl.constexpr):
+    """A warpgroup's rows of a tensor that lies as out, in float32."""
+    ROWS: gl.constexpr = T.rows
+    COLUMNS: gl.constexpr = T.columns_v
+    row = at.row + gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, like.type.layout))[None, :]
+    first = ptr + head_offset(at.slab, at.head, strides)
+    here = (row < size.seqlen_q) & (column < T.head_dim_v)
+    return gl.load(first + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[3], mask=here, other=0.0).to(
+        gl.float32
+    )
+
+
+@gluon.jit
+def given_lse(ptr, strides, index, at, size):
+    """A warpgroup's rows of a tensor that lies as lse."""
+    first = ptr + at.slab.to(gl.int64) * strides[0] + at.head.to(gl.int64) * strides[1]
+    return gl.load(first + index.to(gl.int64) * strides[2], mask=index < size.seqlen_q, other=0.0)
 
 
 @gluon.jit(do_not_specialize=[*PLAIN_INTEGERS, "swizzle"])
@@ -318,7 +378,8 @@ def attention_tangent(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, out_des
                       right, swizzle, rest, T: gl.constexpr):  # fmt: skip
     """Descriptors, counts and rest as `forward.attention_forward` has them; of tk and tv None where these do not move.
 
-    targets = (lse, its tangent), float32, (batch, heads_q, seqlen_q), contiguous.
+    targets = (lse, its tangent, FIELDS of each row as `portable.tangent` leaves them, and what these are made of: (dout, dlse,
+    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k

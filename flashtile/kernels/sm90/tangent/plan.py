@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flashtile.kernels.device.score import form_of
 from flashtile.kernels.device.small import is_small
@@ -12,7 +13,7 @@ from flashtile.kernels.sm90.host.choose_forward import forward_grid, tangent_cho
 from flashtile.kernels.sm90.host.tile_forward import ForwardLaunch, ForwardTile, cut, make_forward_tile
 from flashtile.plan.backend import Direction
 from flashtile.plan.buffers import tangent_buffers
-from flashtile.plan.call import Descriptor, KernelCall, Plan, Pointer
+from flashtile.plan.call import Descriptor, HostCall, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.plan.rules import told
 from flashtile.problem.attention import AttentionProblem
@@ -51,19 +52,43 @@ def make_tangent_tile(p: AttentionProblem, launch: ForwardLaunch) -> ForwardTile
 
 def plan_tangent(p: AttentionProblem, device: Device, direction: Direction, launch: ForwardLaunch | None = None) -> Plan:
     """One launch; `launch` overrides its tile."""
+    launch, fired = tangent_choice(p, device, direction.moved) if launch is None else (launch, ())
+    targets = (Pointer("lse"), Pointer("tlse"), None, None, None)
+    call = tangent_call(p, device, direction, launch, ("out", "tout"), targets)
+    return Plan(p, "hopper", "", tangent_buffers(p, direction), (call,), (f"tangent tile {launch.spell()}", *told(fired)))
+
+
+def plan_second(p: AttentionProblem, device: Device, direction: Direction, plan: Plan) -> Plan:
+    """The portable `plan` of a second derivative, whose tangent pass is this one."""
+    launch, fired = tangent_choice(p, device, direction.moved)
+    given = tuple(Pointer(n) if n in direction.given else None for n in ARRIVING)
+    strides = tuple(Strides(n if n in direction.given else "q") for n in ARRIVING)
+    made = (None, "tout" if "out" in direction.wanted else None)
+    targets = (None, Pointer("tlse") if "lse" in direction.wanted else None, Pointer("rows"), given, strides)
+    own = tangent_call(p, device, direction, launch, made, targets)
+    calls = tuple(own if is_tangent(call) else call for call in plan.calls)
+    notes = (f"tangent tile {launch.spell()}", *told(fired), *(n for n in plan.notes if not n.startswith("tangent tile")))
+    return replace(plan, backend="hopper", calls=calls, notes=notes)
+
+
+ARRIVING = ("dout", "dlse", "tdout", "tdlse")
+
+
+def is_tangent(call: KernelCall | HostCall) -> bool:
+    """Whether a call is a tangent pass, whoever's."""
+    return isinstance(call, KernelCall) and call.kernel.fn.__name__ == "attention_tangent"
+
+
+def tangent_call(
+    p: AttentionProblem, device: Device, direction: Direction, launch: ForwardLaunch, made: tuple[str | None, str | None],
+    targets: tuple[Any, ...],
+) -> KernelCall:  # fmt: skip
+    """The launch, which makes out and its tangent under these names, None if not wanted."""
     from flashtile.kernels.sm90.tangent.kernel import attention_tangent
 
-    launch, fired = tangent_choice(p, device, direction.moved) if launch is None else (launch, ())
     tile = make_tangent_tile(p, launch)
     tiles, tail = over_queries(p, launch, tile, Schedules(p))
-    moved = [replace(t, name=f"t{t.name}") if t.name in direction.moved else None for t in tiles]
-    made = [Descriptor(name, (1, 1, tile.rows, tile.columns_v)) for name in ("out", "tout")]
-    call = KernelCall(
-        attention_tangent,
-        forward_grid(p, launch, device),
-        (*tiles, *moved, *made, (Pointer("lse"), Pointer("tlse")), *tail),
-        (("T", tile),),
-        launch.num_warps,
-        early=True,
-    )
-    return Plan(p, "hopper", "", tangent_buffers(p, direction), (call,), (f"tangent tile {launch.spell()}", *told(fired)))
+    moved = (replace(t, name=f"t{t.name}") if t.name in direction.moved else None for t in tiles)
+    outs = (name and Descriptor(name, (1, 1, tile.rows, tile.columns_v)) for name in made)
+    args = (*tiles, *moved, *outs, targets, *tail)
+    return KernelCall(attention_tangent, forward_grid(p, launch, device), args, (("T", tile),), launch.num_warps, early=True)
