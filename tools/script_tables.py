@@ -53,15 +53,14 @@ FILES = {  # file -> what its rows are
     "generation-h200": "transformers' `generate` of a Llama of 1B's shape with random weights and a static "
     "cache of `keys` places: `python -m benchmarks generation --sections generate --compile`. `of_sdpa`: "
     "tokens a second over those of transformers' own sdpa; `kernels`: which backend reads the cache.",
-    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): "
-    "`benchmarks/cached.py`.",
+    "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`. Rows "
+    "of 88f6624e are of a tree with a patch (lab, decoding 16) that `late` and pages are free of.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
     "benchmarks generation --sections repeats`.",
     "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
     "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
-    "field-tests-caches-h200": "Tests of caches and sums through our names: flash-attention 3's, 4's (cute), flashinfer's, "
-    "FlashMLA's: "
-    "`benchmarks/field_tests.py`.",
+    "field-tests-caches-h200": "Tests of caches and sums through our names, flash-attention 3's, 4's (cute), flashinfer's and "
+    "FlashMLA's: `benchmarks/field_tests.py`.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "fp8-gradients": "Errors of gradients beside e4m3, on a CPU: `benchmarks/fp8.py --sections gradients`.",

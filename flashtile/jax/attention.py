@@ -147,7 +147,8 @@ def dot_product_attention(
     if not read:
         key, value = numbers_of(query, key, value, scales, padded=padded)
     check_operands(query, *(_as_query(x, query) if read else x for x in (key, value)))
-    stored = described_stored(key, value, scales, padded=padded) if read else None
+    if read:
+        rest = replace(rest, stored=described_stored(key, value, scales, padded=padded))
     lengths = {
         "q": lengths_of("query_seq_lengths", query_seq_lengths, query.shape[0]),
         "k": lengths_of("key_value_seq_lengths", key_value_seq_lengths, query.shape[0]),
@@ -172,7 +173,7 @@ def dot_product_attention(
         if score or rest.wish is not None:  # whatever modifiers and statistics make of rows that nobody has
             attend_to = _both(attend_to, Stored(_counts(query.shape[1], pads)[:, None, :, None]))
     used = {f"seqused_{side}": n for side, n in lengths.items() if n is not None}
-    made = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used, stored=stored)
+    made = attend(query, key, value, band, attend_to, score, scale, implementation, return_residual, rest, used)
     if rest.wish is not None:
         return _with_statistics(rest.wish, made, pads, jnp.shape(given)[:-1])
     out, lse = made[0], jnp.swapaxes(made[1], 1, 2)
@@ -212,17 +213,17 @@ def dot_product_attention_varlen(
         if x is not None and jnp.ndim(x) != 3:
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    scales, stored = _scales(extras), None
+    scales = _scales(extras)
     if extras.get("alignment", "bottom-right") != "bottom-right":
         raise InvalidProblem("alignment is 'top-left'; items of a varlen call are aligned 'bottom-right'.")
     rest = _Rest(**{**extras, "alignment": "bottom-right"})
     if scales or key.dtype != query.dtype:
         starts = lengths_of("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
         if implementation != "xla" and rest.wish is None and is_read(query, key, value):
-            stored = described_stored(key, value, scales, starts)
+            rest = replace(rest, stored=described_stored(key, value, scales, starts))
         else:
             key, value = numbers_of(query, key, value, scales, starts)
-    check_operands(query, *(x if stored is None else _as_query(x, query) for x in (key, value)))
+    check_operands(query, *(x if rest.stored is None else _as_query(x, query) for x in (key, value)))
     scale, query = scaled("scale", scale, query)
     band = make_band(is_causal, local_window_size)
     if cu_seqlens_k is None:
@@ -235,7 +236,7 @@ def dot_product_attention_varlen(
             raise InvalidProblem(f"{name} is {most!r}; it must be an int, at least 0, or None.")
     out, lse, found = attend(
         query, key, value, band, rest.attend_to, rest.modifiers(None), scale, implementation, return_residual, rest, given,
-        longest, stored,
+        longest,
     )  # fmt: skip
     if rest.wish is not None:
         return out[0], found._replace(
@@ -313,6 +314,7 @@ class _Rest:
     precision: Precision = "tf32x3"
     delta: Delta = "rounded"
     returns: Any = None
+    stored: Any = None  # how key and value are, whose 8 bits kernels read, and their scales
     options: Options = field(init=False)
     wish: Wish | None = field(init=False)
 
@@ -342,12 +344,9 @@ class _Rest:
 def attend(
     q: Any, k: Any, v: Any, band: Band, attend_to: Any, score: tuple[Score, ...], scale: float | None,
     implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
-    longest: tuple[Any, Any] = (None, None), stored: tuple[Any, dict[str, Any]] | None = None,
+    longest: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q).
-
-    stored: how k and v are, whose 8 bits kernels read, and their scales.
-    """
+    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
@@ -362,8 +361,9 @@ def attend(
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
     call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
-    if stored is not None:
-        problem, arrays = replace(problem, stored=stored[0]), arrays | stored[1]
+    if rest.stored is not None:
+        how, scales = rest.stored
+        problem, arrays = replace(problem, stored=how), arrays | scales
         call = StoredCall(call, problem)
     names = [b.name for b in input_buffers(problem)]
     given = varying_like([arrays[name] for name in names], [arrays[name] for name in names])

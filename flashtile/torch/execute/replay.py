@@ -172,8 +172,12 @@ class Replay:
         stream, *addresses = places
         by_name = dict(zip(self.names, addresses, strict=False))
         by_name.update((name, addresses[-1] + offset) for name, offset in self.offsets.items())
-        by_name.update((name, by_name[source]) for name, source in self.over.items() if source in by_name)
-        by_name.update((name, addresses[-1] + offset) for name, offset in self.spare.items() if not by_name[name])
+        for name, source in self.over.items():
+            if source in by_name:
+                by_name[name] = by_name[source]
+        for name, offset in self.spare.items():
+            if not by_name[name]:
+                by_name[name] = addresses[-1] + offset
         met = self.known[places] = Met([(x.launch, (*x.grid, stream, *x.arguments(by_name))) for x in self.launches])
         return met
 
