@@ -41,7 +41,7 @@ FILES = {  # file -> what its rows are
     "plans changed by hand, the rotation of `benchmarks/cached.py`. `sum of`: heads, warps, columns of a program of the sum.",
     "cached-places-h200": "Splits by the portable kernel, since the sum has no more places than parts (lab, decoding 8): "
     "`benchmarks/cached.py --sets split=512 split=128`.",
-    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 16): "
+    "cached-hopper-latent-h200": "Latent attention by Hopper's own kernel, beside the portable one (lab, decoding 17): "
     "`benchmarks/cached.py --models mla-128 mla-16 --backends triton`.",
     "cached-abreast-h200": "Variants of the sum of parts, and other splits (lab, decoding 10, 11 and 14): "
     "`benchmarks/cached.py --sets`. Rows of 99f04352 are of a patch: the first of a cell forms four sums "

@@ -211,7 +211,7 @@ def install(seed: int = 0) -> None:
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
         row_products=row_products,
-        scale_unless_one=lambda acc, factor, columns, waits=False: acc * factor,
+        scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,
         settled=unchanged,
         stay=unchanged,

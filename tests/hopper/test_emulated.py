@@ -74,7 +74,6 @@ class Tile:
 SMALL = dict(block_q=64)
 APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
 NARROW = dict(narrow=True)
-UNGROUPED = dict(ungrouped=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -114,7 +113,6 @@ BACKWARD = {
         Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=APART_DOUT),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, MODIFIERS), 64, launch=CONVERTED),
         Tile((GROUPED, STRIPE), 40, launch=CONVERTED),
-        Tile((GROUPED, SHARED_HEADS), 64, launch=UNGROUPED),
     ),
     "head_dim128": (
         Tile(ALL, 128),
@@ -122,8 +120,6 @@ BACKWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((GROUPED, LEFT), 128, launch=dict(interleaves=True)),
-        Tile((GROUPED, SHARED_HEADS, LEFT, TINY), 128, launch=dict(UNGROUPED, joined=False, stages_dout=2)),
-        Tile((GROUPED, SHARED_HEADS), 128, launch=dict(UNGROUPED, joined=False, stages=2, stages_dout=2, converts=True)),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),

@@ -147,10 +147,10 @@ def divisor(total, top, DTYPE: tl.constexpr):
 
 
 @jit
-def finish(rows, T: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+def finish(rows, T: tl.constexpr, DTYPE: tl.constexpr = None):
     """(out tile, lse in natural units) of a state, as `scored`; a row that saw nothing gives 0 and -inf.
 
-    DTYPE: of the weights that values had, where a backward asks what they were rounded by.
+    DTYPE: of the weights that values had, where a backward asks what they were rounded by; None where none does.
     """
     total = tl.where(rows.total == 0.0, 1.0, rows.total)
     if T.wide:
@@ -159,6 +159,8 @@ def finish(rows, T: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
     else:
         if T.exact:  # a plain division may be two units off
             out = tl.div_rn(rows.acc, total[:, None])
+        elif DTYPE is None:
+            out = rows.acc / total[:, None]
         else:
             out = rows.acc / divisor(total, rows.top, DTYPE)[:, None]
         lse = rows.top + tl.log2(total) * LN2

@@ -36,6 +36,7 @@ from flashtile.triton_glue.gluon import (
 
 STRIPS = gl.constexpr(4)  # of values that one consumer adds up
 HALF = gl.constexpr(256)  # their columns
+SLACK = gl.constexpr(8.0)  # by which scores may exceed what is subtracted, in log2: accumulators are scaled seldom
 PIECES = gl.constexpr(3)  # of a tile, each multiplied with the queries by itself
 
 
@@ -99,7 +100,7 @@ class LatentRows(NamedTuple):
     """State of 64 rows, of half of the values' columns."""
 
     acc: gl.tensor
-    top: gl.tensor  # the maximum score so far, or less by at most T.pipeline.slack, in units of log2
+    top: gl.tensor  # the maximum score so far, or less by at most SLACK, in units of log2
     total: gl.tensor  # sums of this consumer's own probabilities, one for each of the four lanes that hold a row
 
 
@@ -156,12 +157,8 @@ def walk(use, mem, seat, low, high, sizes, scale, GROUP: gl.constexpr, T: gl.con
         score = multiply_keys(mem, use.tile, GROUP, T)
         rows = own(rows, score, mem, use, 0, low, seat, sizes, scale, True, GROUP, T)
     for tile in range(2 - GROUP, tiles, 2):
-        if T.pipeline.keys_first:
-            score = multiply_keys(mem, use.tile + tile, GROUP, T)
-            rows = others(rows, mem, use, tile - 1, GROUP, T)
-        else:
-            rows = others(rows, mem, use, tile - 1, GROUP, T)
-            score = multiply_keys(mem, use.tile + tile, GROUP, T)
+        rows = others(rows, mem, use, tile - 1, GROUP, T)
+        score = multiply_keys(mem, use.tile + tile, GROUP, T)
         rows = own(rows, score, mem, use, tile, low + tile * BLOCK_K, seat, sizes, scale, False, GROUP, T)
     if tiles % 2 == GROUP:
         rows = others(rows, mem, use, tiles - 1, GROUP, T)
@@ -220,14 +217,10 @@ def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.conste
     BLOCK_K: gl.constexpr = T.block_k
     at = use.tile + tile
     acc = rows.acc
-    if FIRST:
-        score = warpgroup_mma_wait(0, deps=[score])
-    elif T.pipeline.keys_first:
-        score = warpgroup_mma_wait(1, deps=[score])
-    else:
+    if not FIRST:
         acc = warpgroup_mma_wait(PIECES, deps=[acc])
         values_of(mem, GROUP)[1].release(at - 1)
-        score = warpgroup_mma_wait(0, deps=[score])
+    score = warpgroup_mma_wait(0, deps=[score])
     mem.keys.rests.release(at)
     score = score * scale
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
@@ -235,12 +228,9 @@ def own(rows, score, mem, use, tile, start, seat, sizes, scale, FIRST: gl.conste
         if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):
             blank(mem, at, seat.seen_from - start, seat.seen_to - start, T)
     most = gl.max(score, 1)
-    top = gl.where(most > rows.top + T.pipeline.slack, most, rows.top)
+    top = gl.where(most > rows.top + SLACK, most, rows.top)
     p = gl.exp2(score - level(top, True, T)[:, None])
     weights = pack(p, mem.q.dtype)
-    if T.pipeline.keys_first and not FIRST:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        values_of(mem, GROUP)[1].release(at - 1)
     channel, count, tops = given_by(mem, use, tile, GROUP)
     tops.store(top)
     mem.handed.weights.store(weights)
@@ -277,7 +267,7 @@ def decayed(rows, top, T: gl.constexpr):
     ROWS: gl.constexpr = T.rows
     wide = gl.zeros([ROWS, HALF], gl.float32, matrix_layout(HALF))  # pyright: ignore[reportCallIssue]
     wide += gl.convert_layout(decay, row_layout(HALF))[:, None]
-    return LatentRows(scale_unless_one(rows.acc, wide, HALF, T.pipeline.keys_first), top, total)
+    return LatentRows(scale_unless_one(rows.acc, wide, HALF), top, total)
 
 
 @gluon.jit

@@ -29,24 +29,18 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
-    8-bit tiles that who loads has converted, 0 where who multiplies converts them; of latents, whether a consumer multiplies
-    a tile's keys before it is given the probabilities of the tile before, and by how much scores exceed what is subtracted
-    from them, in units of log2, before that rises.
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
     places: int = 0
-    keys_first: bool = False
-    slack: int = 0
 
     def spell(self) -> str:
         words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
-        words += [f"registers={self.registers}"] if self.registers else []
-        words += ["keys first"] * self.keys_first + [f"slack={self.slack}"] * bool(self.slack)
-        return " ".join(words)
+        return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,6 @@ class CachedPipeline:
     places: int = 0  # of converted ones that wait to be multiplied; 0 where who multiplies converts
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
     registers: int = 240  # of each thread of a consumer, where there are two
-    keys_first: bool = False
-    slack: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """
     p, pages = problem.attention, problem.pages
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return tuple(CachedLaunch(64, 2, None, 0, first, slack) for first in (True, False) for slack in (0, 8))
+        return (CachedLaunch(64, 2, None),)
     narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
         apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
@@ -174,7 +166,7 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
     pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
     if problem.shared:
-        pipeline = CachedPipeline(launch.stages, 0, 24, keys_first=launch.keys_first, slack=launch.slack)
+        pipeline = CachedPipeline(launch.stages, 0, 24)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
