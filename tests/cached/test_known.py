@@ -219,6 +219,16 @@ ANGLES = torch.linspace(0, 3, 304)[:, None] * torch.linspace(0.1, 1, 8)
 ROTARY = (ANGLES.cos().bfloat16(), ANGLES.sin().bfloat16())
 
 
+@pytest.mark.parametrize("pair", [iter, torch.stack], ids=["iterator", "tensor"])
+def test_what_is_no_pair_of_new_rows_is_named_beside_a_known_call(known: list[Any], pair: Callable[[Any], Any]) -> None:
+    some, new = pools(), new_rows(2)
+    for _ in range(2):
+        both({**GOOD, **some, "append": new})
+    with pytest.raises(flashtile.InvalidProblem, match=r"append is a \w+; it must be \(k, v\)"):
+        both({**GOOD, **some, "append": pair(new)})
+    assert len(known) == 1
+
+
 @pytest.mark.parametrize("rotary", [None, ROTARY, (*ROTARY, True)], ids=["plain", "rotary", "interleaved"])
 def test_a_known_call_appends(known: list[Any], rotary: Any) -> None:
     results: list[tuple[Any, ...]] = []

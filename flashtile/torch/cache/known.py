@@ -105,6 +105,8 @@ def recognize(
             key += (scale, type(scale), score, mask)
             tensors = (*tensors, *scales, sink)
         if append is not None:
+            if not isinstance(append, (tuple, list)):  # not to be taken apart before somebody says so
+                return None
             new_k, new_v = append
             if shared and scales is not NO_SCALES:  # whose numbers are compared
                 return None
