@@ -139,7 +139,7 @@ def what_has_no_meaning_is_refused_on_every_rank() -> None:
 
 
 def helpers_refuse_what_has_no_meaning() -> None:
-    rank, context = dist.get_rank(), Context()
+    rank, context, by_documents = dist.get_rank(), Context(), Context(layout="documents")
     laws: list[tuple[Any, str]] = [
         (lambda: unshard(torch.zeros(2, 3 + (rank == 1)), context), "tensor is torch.float32"),
         (lambda: unshard(torch.zeros(2, 3, dtype=torch.int64 if rank else torch.int32), context), "tensor is torch.int32"),
@@ -147,8 +147,23 @@ def helpers_refuse_what_has_no_meaning() -> None:
         (lambda: unshard(torch.zeros(2, 3), context, dim=2 if rank == 1 else 1), "dim is 2"),
         (lambda: shard(torch.zeros(2, 8), context, dim=2), "dim is 2"),
         (lambda: document_ids([0, 4], context), "cu_seqlens is a list"),  # pyright: ignore[reportArgumentType]
-        (lambda: shard(torch.zeros(2, 8), Context(layout="documents")), "cu_seqlens is None; layout 'documents' needs"),
-        (lambda: unshard(torch.zeros(2, 8), Context(layout="documents")), "cu_seqlens is None; layout 'documents' needs"),
+        (lambda: shard(torch.zeros(2, 8), by_documents), "cu_seqlens is None; layout 'documents' needs"),
+        (lambda: unshard(torch.zeros(2, 8), by_documents), "cu_seqlens is None; layout 'documents' needs"),
+        (
+            lambda: unshard(torch.zeros(2, 8), by_documents, cu_seqlens=torch.tensor([0, 3 + (rank == 1), 8])),
+            r"what cu_seqlens holds is \[0, 3, 8\] on rank 0 and \[0, 4, 8\] on rank 1",
+        ),
+        (
+            lambda: unshard(torch.zeros(2, 8), by_documents, cu_seqlens=torch.tensor([0, 8] if rank == 1 else [0, 3, 8])),
+            "cu_seqlens is 3 ints on rank 0 and 2 ints on rank 1",
+        ),
+        (
+            lambda: unshard(torch.zeros(2, 8), by_documents, cu_seqlens=torch.tensor([0, 99] if rank == 1 else [0, 3])),
+            r"cu_seqlens is \[0, 99\]; it must start with 0, never fall, and end with at most",
+        ),
+        (lambda: shard(torch.zeros(2, 8), by_documents, cu_seqlens=torch.tensor([0, 5, 3])), r"cu_seqlens is \[0, 5, 3\]"),
+        (lambda: document_ids(torch.tensor([0, 5, 3]), context), r"cu_seqlens is \[0, 5, 3\]; it must start with 0"),
+        (lambda: position_ids(8, context, cu_seqlens=torch.tensor([1, 8])), r"cu_seqlens is \[1, 8\]; it must start with 0"),
         (lambda: document_ids(torch.zeros(0, dtype=torch.int32), context), r"cu_seqlens is torch.int32 \(0,\)"),
         (lambda: position_ids(-8, context), "seqlen is -8"),
         (lambda: position_ids(8.0, context), "seqlen is 8.0"),  # pyright: ignore[reportArgumentType]

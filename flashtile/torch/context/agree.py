@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
 
 Told = dict[str, str]
+SHOWN = 16  # numbers of a tensor that an error shows; of a longer one a checksum
 _AGREED = Memory[Any, None](8192, "calls that ranks agreed on")
 
 
@@ -70,3 +71,17 @@ def agree(context: Context, call: Told, error: Exception | None = None, values: 
                 raise InvalidProblem(f"{name} is {here} on rank 0 and {there} on rank {rank}; ranks must call alike.")
     if context.check == "first":
         _AGREED[key] = None
+
+
+def numbers_in(found: Mapping[str, Any]) -> Told:
+    """The values of those that are tensors in the host's memory."""
+    return {name: _checksum(t) for name, t in found.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    tensor = tensor.detach()
+    if tensor.numel() <= SHOWN:
+        return str(tensor.tolist())
+    parts = tensor.contiguous().flatten().view(torch.uint8).to(torch.int64)
+    place = torch.arange(1, len(parts) + 1)
+    return f"{tuple(tensor.shape)} numbers of checksum {int((parts * (place * 0x9E3779B1 + place.square())).sum()):x}"

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.problem.options import DEFAULT
-from flashtile.torch.context.agree import Told
+from flashtile.torch.context.agree import Told, numbers_in
 from flashtile.torch.context.wanted import Wanted, has_rows
-
-SHOWN = 16  # numbers of a tensor that an error shows; of a longer one a checksum
 
 
 def described(want: Wanted, **given: Any) -> Told:
@@ -39,7 +37,7 @@ def numbers(want: Wanted, rows: int, **given: Any) -> Told:
     for i, modifier in enumerate(want.score):
         if not has_rows(modifier, rows):
             found |= {f"what {name} of {_name(modifier)} {i} holds": t for name, t in _tensors(modifier)}
-    return {name: _checksum(t) for name, t in found.items() if isinstance(t, torch.Tensor) and t.device.type == "cpu"}
+    return numbers_in(found)
 
 
 def _said(value: Any) -> str:
@@ -64,12 +62,3 @@ def _tensors(given: Any) -> list[tuple[str, torch.Tensor]]:
 
 def _name(given: Any) -> str:
     return getattr(given, "name", type(given).__name__)
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    tensor = tensor.detach()
-    if tensor.numel() <= SHOWN:
-        return str(tensor.tolist())
-    parts = tensor.contiguous().flatten().view(torch.uint8).to(torch.int64)
-    place = torch.arange(1, len(parts) + 1)
-    return f"{tuple(tensor.shape)} numbers of checksum {int((parts * (place * 0x9E3779B1 + place.square())).sum()):x}"

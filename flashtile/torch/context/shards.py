@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from flashtile.errors import InvalidProblem
-from flashtile.torch.context.agree import agree, refused_together
+from flashtile.torch.call.lengths import Given
+from flashtile.torch.context.agree import agree, numbers_in, refused_together
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.documents import Documents
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
+from flashtile.torch.execute.plain import is_traced
 
 
 def padded_length(seqlen: int, context: Context) -> int:
@@ -32,7 +34,7 @@ def position_ids(seqlen: int, context: Context, device: Any = None, cu_seqlens: 
     at = _tokens(seqlen, context, device, cu_seqlens)
     if cu_seqlens is None:
         return at
-    starts = check_cu_seqlens(cu_seqlens)
+    starts = _starts(cu_seqlens, seqlen)
     return at - starts[torch.searchsorted(starts[1:], at, right=True)]
 
 
@@ -46,7 +48,7 @@ def _tokens(seqlen: int, context: Context, device: Any, cu_seqlens: torch.Tensor
 def _documents(seqlen: int, context: Context, cu_seqlens: torch.Tensor | None) -> Documents:
     if cu_seqlens is None:
         raise InvalidProblem("cu_seqlens is None; layout 'documents' needs where the whole's documents begin, as ints.")
-    return Documents.of(check_cu_seqlens(cu_seqlens), seqlen, context.ranks)
+    return Documents.of(_starts(cu_seqlens, seqlen), seqlen, context.ranks)
 
 
 def held(seqlen: int, layout: str, ranks: int, rank: int, device: Any = None) -> torch.Tensor:
@@ -102,7 +104,9 @@ def unshard(
             if seqlen > padded:
                 raise InvalidProblem(f"seqlen is {seqlen}; it must be from 0 to {padded}, the padded length.")
         documents = _documents(padded, context, cu_seqlens) if context.layout == "documents" else None
-    agree(context, told)
+        starts = None if documents is None else documents.starts
+        told["cu_seqlens"] = "not asked" if starts is None else f"{len(starts)} ints"
+    agree(context, told, values=lambda: numbers_in({"what cu_seqlens holds": starts}))
     whole = gathered(tensor.detach(), context, dim)
     if documents is not None:
         whole = whole.index_select(dim, documents.tokens().inverse.to(whole.device))
@@ -133,8 +137,8 @@ def document_ids(cu_seqlens: torch.Tensor, context: Context, seqlen: int | None 
     cu_seqlens: where the whole packed sequence's documents begin, ints (documents + 1,), on every rank. seqlen: the padded
     length; padding behind the last document is a document of its own. Documents may span ranks.
     """
-    starts = check_cu_seqlens(cu_seqlens)
-    total = padded_length(int(cu_seqlens[-1]), context) if seqlen is None else seqlen
+    starts = _starts(cu_seqlens, seqlen)
+    total = padded_length(int(starts[-1]), context) if seqlen is None else seqlen
     at = _tokens(total, context, cu_seqlens.device, starts)
     return torch.searchsorted(starts[1:], at, right=True).to(torch.int32)
 
@@ -147,6 +151,16 @@ def check_cu_seqlens(cu_seqlens: Any) -> torch.Tensor:
         said = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         raise InvalidProblem(f"cu_seqlens is {said}; it must be ints (documents + 1,).")
     return cu_seqlens.to(torch.int64).contiguous()
+
+
+def _starts(cu_seqlens: Any, total: int | None) -> torch.Tensor:
+    """The same, of `total` tokens, if that is known. On the CPU, where looking costs nothing, InvalidProblem for numbers that
+    cannot be.
+    """
+    starts = check_cu_seqlens(cu_seqlens)
+    if starts.device.type == "cpu" and not is_traced(starts):
+        Given({"cu_seqlens_q": starts}, alike=True).check_values({"q": int(starts[-1]) if total is None else total})
+    return starts
 
 
 def _check_dim(tensor: Any, dim: Any) -> None:
