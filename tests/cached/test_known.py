@@ -195,6 +195,17 @@ def test_whoever_wants_to_see_a_known_call_does(known: list[Any]) -> None:
     assert len(known) == 3  # the second, and those under no_grad
 
 
+def test_the_negation_of_a_known_predicates_tensor_is_seen(known: list[Any]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    lengths, call = torch.tensor([40, 2, 9], dtype=torch.int32), {**GOOD, "options": flashtile.Options(backend="triton")}
+    whole = {turn: both({**call, "mask": flashtile.Prefix(lengths * turn) & flashtile.Band(right=0)}) for turn in (1, -1)}
+    assert not same(whole[1], whole[-1])
+    for _ in range(2):
+        assert same(both({**call, "mask": flashtile.Prefix(lengths) & flashtile.Band(right=0)}), whole[1])
+    negated = torch._neg_view(lengths)
+    assert same(both({**call, "mask": flashtile.Prefix(negated) & flashtile.Band(right=0)}), whole[-1])
+
+
 def test_threads_share_what_is_known(known: list[Any]) -> None:
     calls = [{**GOOD, "q": GOOD["q"] * factor, "options": flashtile.Options(backend="cpu")} for factor in range(1, 9)]
     want = [both(call) for call in calls]

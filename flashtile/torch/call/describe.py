@@ -42,6 +42,9 @@ def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | No
     else:
         predicates = predicates_of(causal, window, mask, batch, q.shape[2])
         predicates.check(q.device)
+        for leaf, some in zip(predicates.leaves, predicates.tensors, strict=True):
+            for tensor in some:
+                _check_resolved(f"{leaf.name}'s tensor", tensor)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
     wanted = Wanted(
         band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options,

@@ -68,7 +68,7 @@ class Predicates:
 
     def key(self) -> tuple[Any, ...]:
         """What a prepared call depends on."""
-        layouts = tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in self.flat)
+        layouts = tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15, t.is_neg()) for t in self.flat)
         kinds = tuple(tuple((type(leaf), leaf.scalars()) for leaf in term) for term in self.terms)
         return self.band, kinds, layouts, self.mask.spec, self.mask.seqlens
 
