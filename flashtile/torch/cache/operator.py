@@ -70,9 +70,9 @@ def write_rows(
     if slots is None:
         assert used is not None
         items = used.shape[0]
-        if k.device.type == "cpu":
+        if k.device.type != "cuda":
             slots = slots_of(k, k_cache, page_table, used, cu, rotary_rows)
-        if k.device.type != "cpu" or backend == "triton":  # the kernel finds the rows itself
+        if k.device.type == "cuda" or backend == "triton":  # the kernel finds the rows itself
             slots = None
             places = {n: t for n, t in zip(PLACES, (used, page_table, cu), strict=True) if t is not None}
     elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
