@@ -82,13 +82,14 @@ def test_append_and_rotary_within_the_call(backend: str, place: torch.device, pa
 def test_rows_of_lengths_are_nowhere_on_meta(packed: bool) -> None:
     table, used = torch.empty(2, 3, dtype=torch.int32, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
     pools = [torch.empty(6, 8, 2, 16, device="meta") for _ in "kv"]
-    shape, starts = ((5,), torch.empty(3, dtype=torch.int32, device="meta")) if packed else ((2, 1), None)
-    k, v = (torch.empty(*shape, 2, 16, device="meta") for _ in "kv")
-    assert flashtile.append_to_cache(k, v, *pools, table, seqused_k=used, cu_seqlens=starts, q=k, backend="cpu") is k
-    q = torch.empty(*shape, 4, 16, device="meta")
+    shape: tuple[int, ...] = (5,) if packed else (2, 1)
+    starts = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
+    k, v = (torch.empty((*shape, 2, 16), device="meta") for _ in "kv")
+    assert flashtile.append_to_cache(k, v, *pools, page_table=table, seqused_k=used, cu_seqlens=starts, q=k, backend="cpu") is k
+    q = torch.empty((*shape, 4, 16), device="meta")
     options = flashtile.Options(backend="cpu")  # which an interpreter would stand in for
     out = flashtile.attention_cached(
-        q, *pools, table, seqused_k=used, cu_seqlens_q=starts, append=(k, v), causal=True, options=options
+        q, *pools, page_table=table, seqused_k=used, cu_seqlens_q=starts, append=(k, v), causal=True, options=options
     )
     assert (out.shape, out.device.type) == (q.shape, "meta")
 
