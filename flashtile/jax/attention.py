@@ -139,6 +139,8 @@ def dot_product_attention(
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
     scales = _scales(extras)
+    if jnp.ndim(given) == 3:  # a token's, as its key is
+        scales = {n: x[None] if getattr(x, "shape", None) == key.shape[1:3] else x for n, x in scales.items()}
     rest = _Rest(**dict[str, Any](extras))
     band = shifted_band(is_causal, local_window_size)
     padded = key_value_seq_lengths is not None

@@ -137,6 +137,15 @@ def test_16_bit_queries(kind: str, how: str) -> None:
     np.testing.assert_array_equal(mapped[1], dot_product_attention(q, k[::-1], v, k_scale=scale))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scales_of_an_item_alone(dtype: Any) -> None:
+    q, k, v = (x[:1] for x in draw(jnp.int8))
+    q = q.astype(dtype)
+    scale = jax.random.uniform(jax.random.key(7), (6, 2)) + 0.5
+    found = dot_product_attention(q[0], k[0], v[0], k_scale=scale, v_scale=scale[0])
+    np.testing.assert_array_equal(found, dot_product_attention(q, k, v, k_scale=scale[None], v_scale=scale[:1])[0])
+
+
 @pytest.mark.parametrize("tokens", [False, True])
 def test_scales_are_cut_as_their_keys_are(tokens: bool) -> None:
     q, k, v = draw(jnp.float8_e4m3fn)
