@@ -1,12 +1,13 @@
 """Two builds of the library beside each other: processes of either in turns, on one GPU.
 
-    python -m benchmarks builds --base FOLDER [--cells host varlen ...] [--rounds 12] [--budget SECONDS] [--output FILE]
+    python -m benchmarks builds --base FOLDER [--cells host varlen ...] [--starts 5] [--rounds 12] [--budget SECONDS]
 
 FOLDER is another checkout, the base. Each cell's kernels are compiled first, all at once. Before a cell is timed, both builds
-must have made the same of the same inputs. `of_base` is this build's median over the base's; `spread` how far the base's rounds
-lie apart, the larger half of them over the smaller. Cells whose names begin with `host` are time of the host, in more and
-shorter rounds: what else a machine does only adds to it, so the quietest tenth of the rounds stands for all of them, and
-`spread` compares that of the base's even rounds with that of its odd ones.
+must have made the same of the same inputs. Each build runs in several processes, for where memory lies differs from start to
+start, and time with it: `starts` of them, which take turns. A process stands for the median of its rounds. Cells whose names
+begin with `host` are time of the host, in more and shorter rounds: what else a machine does only adds to it, so there the
+quietest tenth stands for all. `of_base` is the median of this build's processes over that of the base's; `spread` how far the
+base's processes lie apart, the larger half of them over the smaller.
 """
 
 from __future__ import annotations
@@ -92,26 +93,25 @@ def quiet(times: list[float]) -> float:
     return mean(sorted(times)[: max(1, len(times) // 10)])
 
 
-def stand_for(times: list[float], host: bool) -> tuple[float, float]:
-    """(what rounds amount to, how far they lie apart)."""
-    if host:
-        halves = quiet(times[::2]), quiet(times[1::2] or times)
-        return quiet(times), max(halves) / min(halves)
-    ordered, half = sorted(times), (len(times) + 1) // 2
-    return median(times), median(ordered[-half:]) / median(ordered[:half])
+def stand_for(processes: list[list[float]], host: bool) -> tuple[float, float]:
+    """(what the rounds of a build's processes amount to, how far the processes lie apart)."""
+    ordered = sorted(quiet(times) if host else median(times) for times in processes)
+    half = (len(ordered) + 1) // 2
+    return median(ordered), median(ordered[-half:]) / median(ordered[:half])
 
 
 class Builds(Experiment[tuple[str, str]]):
     """A cell is a problem and a pass."""
 
     output, budget_s, gpu = "bench-output/builds.csv", 240, False  # a CPU compares builds too
-    builds: dict[str, Build]
+    builds: dict[str, list[Build]]  # processes of each
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--base", type=Path, required=True, help="another checkout")
         parser.add_argument("--cells", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-        parser.add_argument("--rounds", type=at_least_one, default=12)
+        parser.add_argument("--rounds", type=at_least_one, default=12, help="of each process")
+        parser.add_argument("--starts", type=at_least_one, default=5, help="processes of each build")
 
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
@@ -142,28 +142,34 @@ class Builds(Experiment[tuple[str, str]]):
             finally:
                 for build in ahead:
                     build.end()
-        self.builds = {name: Build(root, self.chosen.cells) for name, root in roots.items()}
+        self.builds = {
+            name: [Build(root, self.chosen.cells) for _ in range(self.chosen.starts)] for name, root in roots.items()
+        }
+        processes = [build for builds in self.builds.values() for build in builds]
         try:
-            for build in self.builds.values():
+            for build in processes:
                 build.begin()
             yield
         finally:
-            for build in self.builds.values():
+            for build in processes:
                 build.end()
 
     def measure(self, cell: tuple[str, str], record: Record, until: float) -> None:
-        compare(self.builds["this"].makes(*cell), self.builds["base"].makes(*cell))
+        for this, base in zip(*self.builds.values(), strict=True):
+            compare(this.makes(*cell), base.makes(*cell))
         host, cpu = cell[0].startswith("host"), self.device().type == "cpu"
-        calls = HOST_CALLS if host else max(1, round(BURST_MS / self.builds["base"].time(*cell, 2)[0]))
+        calls = HOST_CALLS if host else max(1, round(BURST_MS / self.builds["base"][0].time(*cell, 2)[0]))
         calls, rounds = (1, self.chosen.rounds) if cpu else (calls, self.chosen.rounds * (HOST_ROUNDS if host else 1))
-        times: dict[str, list[float]] = {name: [] for name in self.builds}
+        times: dict[str, list[list[float]]] = {name: [[] for _ in builds] for name, builds in self.builds.items()}
         for turn in range(rounds):
-            for name in list(self.builds) if turn % 2 == 0 else reversed(list(self.builds)):
-                times[name].append(self.builds[name].time(*cell, calls)[host])
+            for at in range(self.chosen.starts):
+                for name in list(self.builds) if (turn + at) % 2 == 0 else reversed(list(self.builds)):
+                    times[name][at].append(self.builds[name][at].time(*cell, calls)[host])
         (this, _), (base, spread) = (stand_for(times[name], host) for name in ("this", "base"))
         row = dict(
             **self.place(cell), unit="host_us" if host else "ms", this=round(this, 4), base=round(base, 4),
-            of_base=round(this / base, 4), spread=round(spread, 4), rounds=rounds, calls=calls,
+            of_base=round(this / base, 4), spread=round(spread, 4), starts=self.chosen.starts, rounds=rounds,
+            calls=calls,
         )  # fmt: skip
         record.add(row)
         print(*row.values(), flush=True)

@@ -42,12 +42,16 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
         "from tools.make_docs import *; page = lambda name: (ROOT / 'docs' / name).read_text();"
         "said = {'support.md': support(evidence.read(RESULTS)), 'benchmarks.md': full(), 'goals.md': goals.page(RESULTS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
-        " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers))};"
+        " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
+        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', caches))};"
         "print(*sorted(said)); print(*(name for name, text in said.items() if text != page(name)))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    generated = "../README.md answers.md benchmarks.md explanation/numerics.md features.md goals.md jax.md limits.md support.md"
+    generated = (
+        "../README.md answers.md benchmarks.md explanation/numerics.md features.md goals.md how-to/fp8.md jax.md limits.md "
+        "reference/environment.md support.md tutorials/cache.md"
+    )
     assert done.stdout == f"{generated}\n\n", "run `make docs` for the pages of the second line"
 
 

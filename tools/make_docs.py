@@ -154,7 +154,7 @@ def support(proof: Iterable[Evidence]) -> str:
         "GPU, as [those of caches](#what-ran-apart-from-benchmarks) and [drawn problems](#drawn-problems) did.",
         "**refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
-        "[`flashtile.explain`](how-to/explain.md).",
+        "[`flashtile.explain`](how-to/explain.md). For sm89 (RTX 4090, L40S) no test compiles the kernels.",
         "",
         '`sm90` has two backends: *hopper* is its own kernels, *triton* the portable ones. "Few scores" means that a forward',
         "has at most 10^9 floating-point operations, counted without the mask: batch x heads x queries x keys x 2 x (head_dim",
@@ -250,18 +250,33 @@ def jax(text: str) -> str:
 
 def features(text: str) -> str:
     """The page of features with what they cost."""
+    text = replaced(text, "window", script_tables.window(RESULTS))
+    text = replaced(text, "pairs", script_tables.pairs(RESULTS))
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
 
 def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
     text = replaced(text, "decoding", script_tables.decoding(RESULTS))
+    text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
+    text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
+    text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))
     text = replaced(text, "cpu32", "\n" + script_tables.cpu_sizes(RESULTS))
     lines = ["", "| pass and shape | speed | beside |", "| --- | --- | --- |"]
     lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
     text = replaced(text, "behind", "\n".join([*lines, ""]))
     text = replaced(text, "step", "\n" + front_page.step(RESULTS))
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
+
+
+def caches(text: str) -> str:
+    """A page with what a cache of e4m3 gains."""
+    return replaced(text, "e4m3", script_tables.e4m3_caches(RESULTS))
+
+
+def environment(text: str) -> str:
+    """The page of environment with what first calls take."""
+    return replaced(text, "first", script_tables.first_calls(RESULTS))
 
 
 def answers(text: str) -> str:
@@ -275,7 +290,10 @@ def answers(text: str) -> str:
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
         "cpu16": slow["16-bit backward on a CPU"][0],
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
+        "cputimes": script_tables.cpu_times(RESULTS),
         "decoding": script_tables.decoding(RESULTS),
+        "e4m3": script_tables.e4m3_caches(RESULTS),
+        "first": script_tables.first_calls(RESULTS),
         "shapes": f"forward {plain[1]}, backward {plain[2]}",
         "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
         "wide": slow[shapes.told(read(RESULTS / "hopper-mla-h200.csv"))][0],
@@ -319,6 +337,7 @@ def main() -> None:
     generated = {
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
         "docs/limits.md": limits, "docs/answers.md": answers,
+        "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": caches,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name

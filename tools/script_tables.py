@@ -193,15 +193,21 @@ def shares(folder: Path) -> str:
     for row in costs:  # of head_dim 128
         found[f"dropout-128-{'causal' if row['causal'] == 'True' else 'full'}"] = f"{1 / float(row['forward_ratio']):.2f}"
     found["softcap and lse-128-full"] = found["softcap-128-with-lse"]
-    window, full = (float(rows[name]["tflops"]) for name in ("window-1024-16k", "plain-128-1k"))
     columns = [(depth, mask) for depth in (64, 96, 128, 256) for mask in ("full", "causal")]
     lines = ["| forward with | " + " | ".join(f"{depth}, {mask}" for depth, mask in columns) + " |"]
     lines.append("| --- |" + " --- |" * len(columns))
     for name in ("softcap", "softcap and lse", "alibi", "dropout", "head_dim"):
         cells = [found.get(f"{name}-{depth}-{mask}", "-") for depth, mask in columns]
         lines.append(f"| {'head_dim 96' if name == 'head_dim' else name} | {' | '.join(cells)} |")
-    lines += ["", f"A window of 1,024 keys in 16k reaches {window / full:.2f} of the FLOP/s of 1,024 full keys.", ""]
+    lines += ["", f"A window of 1,024 keys in 16k reaches {window(folder)} of the FLOP/s of 1,024 full keys.", ""]
     return "\n".join(lines)
+
+
+def window(folder: Path) -> str:
+    """The FLOP/s of a forward with a window on an H100, over those of one of as many keys without a mask."""
+    rows = {row["row"]: row for row in read(folder / "hopper-forward-h100.csv")}
+    seen, full = (float(rows[name]["tflops"]) for name in ("window-1024-16k", "plain-128-1k"))
+    return f"{seen / full:.2f}"
 
 
 def cpu_sizes(folder: Path) -> str:
@@ -214,6 +220,71 @@ def cpu_sizes(folder: Path) -> str:
     sizes = [(f"{size[0]:,} x {size[1]:,}", f"{min(found[size]):.2f}x", f"{max(found[size]):.2f}x") for size in sorted(found)]
     lines = ["| queries x keys | least | most |", "| --- | --- | --- |", *(f"| {' | '.join(size)} |" for size in sizes)]
     return "\n".join([*lines, ""])
+
+
+def cpu_times(folder: Path) -> str:
+    """What some calls take on a CPU, forward and backward: a sentence of docs/limits.md."""
+    rows = read(folder / "cpu-epyc.csv")
+    told = list[str]()
+    for shape in ("1x64x64x2x2x32", "1x1024x1024x4x4x64", "1x2048x2048x4x2x64"):
+        (row,) = [r for r in rows if (r["section"], r["what"], r["shape"], r["causal"]) == ("calls", "both", shape, "True")]
+        _, tokens, _, heads, _, depth = map(int, shape.split("x"))
+        told.append(f"{float(row['ours_us']) / 1e3:.3g} ms for {tokens:,} tokens ({heads} heads of {depth})")
+    return f"causal, {', '.join(told)}"
+
+
+def cpu_window(folder: Path) -> str:
+    """A window's forward and backward on a CPU beside PyTorch's without one: a sentence of docs/limits.md."""
+    by = {(r["dtype"], r["causal"], r["name"]): float(r["both_ratio"]) for r in read(folder / "cpu-features-xeon.csv")}
+    return " and ".join(f"{by[dtype, 'False', 'window']:.2f} times in {dtype}" for dtype in ("fp32", "bf16"))
+
+
+def first_calls(folder: Path) -> str:
+    """Seconds of first calls with an empty and with a filled disk cache: a sentence of docs/reference/environment.md."""
+
+    def seconds(card: str, state: str) -> str:
+        rows = [row for row in read(folder / f"hopper-checks-{card}.csv") if row["section"] == "first"]
+        found = [float(row[f"{state}_{way}_s"]) for row in rows for way in ("forward", "backward")]
+        return f"{min(found):.2g} to {max(found):.2g} s"
+
+    cards = (("h100", "an H100"), ("h200", "an H200"))
+    return " and ".join(f"{seconds(card, 'cold')} on {name} ({seconds(card, 'warm')} from disk)" for card, name in cards)
+
+
+def latent(folder: Path) -> str:
+    """What a query of each request takes over latent keys in pages of 64: a table of docs/limits.md, newest rows."""
+    cells = dict[tuple[str, int, int], Row]()
+    chosen = re.compile(r"flashtile/64( hopper 64x64 stages=2 slack=8)?")  # the second has been the default since 933ce6c6
+    for row in sorted(read(folder / "cached-hopper-latent-h200.csv"), key=lambda row: (row["date"], len(row["provider"]))):
+        if chosen.fullmatch(row["provider"]):
+            cells[row["heads_q"], int(row["batch"]), int(row["keys"])] = row
+    lines = ["| heads | items x keys | us | TFLOP/s | of a copy's speed |", "| --- | --- | --- | --- | --- |"]
+    for (heads, items, keys), row in sorted(cells.items(), key=lambda cell: (-int(cell[0][0]), *cell[0][1:])):
+        us, tflops, share = (float(row[name]) for name in ("us", "tflops", "of_copy"))
+        lines.append(f"| {heads} | {items} x {keys:,} | {us:.0f} | {tflops:.0f} | {share:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def pairs(folder: Path) -> str:
+    """How many combinations of features were right on an H100: a sentence of docs/features.md."""
+    right = [
+        [row["problem"] for row in read(folder / f"{stem}-h100.csv") if row["section"] == "pairs" and not row["failure"]]
+        for stem in ("pairs", "pairs-hopper")
+    ]
+    three = [sum(all(name in problem for name in ("alibi(", "softcap(", "dropout=")) for problem in rows) for rows in right]
+    return (
+        f"{len(right[0]):,} by the portable kernels and {len(right[1]):,} by Hopper's; ALiBi, a softcap and dropout meet in "
+        f"{three[0]} and {three[1]} of them"
+    )
+
+
+def e4m3_caches(folder: Path) -> str:
+    """How much faster than from bf16 a large cache of e4m3 decodes, by where it lies: a sentence of several pages."""
+    ratios = dict[str, str]()
+    for row in sorted(read(folder / "cached-role-h200.csv"), key=lambda row: row["date"]):  # the newest row stays
+        if row["model"] == "llama3-8b" and (place := re.fullmatch(r"flashtile/(contiguous|16|64)/e4m3", row["provider"])):
+            ratios[place[1]] = f"{float(row['of_bf16']):.2f}"
+    return f"{ratios['contiguous']} from one contiguous cache, {ratios['16']} from pages of 16, {ratios['64']} from pages of 64"
 
 
 def decoding(folder: Path) -> str:

@@ -162,7 +162,7 @@ def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
 def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     """This build beside itself, in processes of their own, which interpret no kernel."""
     root, path = Path(record.__file__).parent.parent, tmp_path / "rows.csv"
-    told = ["--base", str(root), "--cells", "host", "--rounds", "2", "--output", str(path), "--commit", "told"]
+    told = ["--base", str(root), "--cells", "host", "--rounds", "2", "--starts", "2", "--output", str(path), "--commit", "told"]
     monkeypatch.setattr(record, "STARTED", time.monotonic())
     monkeypatch.setattr(sys, "argv", ["builds", *told])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -202,15 +202,20 @@ def test_builds_that_make_other_tensors_are_not_timed() -> None:
 
 
 def test_the_quietest_rounds_stand_for_the_host_s_time() -> None:
-    """What else a machine does only adds: bursts of it move neither the ratio nor what the base is said to be off by."""
+    """What else a machine does only adds: bursts of it do not move the ratio, nor does one process that started slow. Processes
+    that lie apart are what the base is said to be off by.
+    """
     stand_for = importlib.import_module("benchmarks.builds").stand_for
     quiet = [20.0 + 0.01 * (i % 7) for i in range(144)]
     busy = [time + 15.0 * (i % 3 > 0) for i, time in enumerate(quiet)]
-    (calm, _), (beside, spread) = stand_for(quiet, True), stand_for(busy, True)
+    slow = [1.2 * time for time in quiet]
+    (calm, _), (beside, spread) = stand_for([quiet] * 3, True), stand_for([busy, quiet, busy], True)
     assert beside == pytest.approx(calm, rel=1e-3)
     assert spread < 1.001
-    assert stand_for([1.04 * time for time in busy], True)[0] / calm > 1.03  # a slower build is seen
-    assert stand_for(busy, False)[0] > 1.5 * calm  # the median is the device's
+    assert stand_for([quiet, slow, busy], True)[0] == pytest.approx(calm, rel=1e-3)
+    assert stand_for([quiet, slow, slow, quiet], True)[1] == pytest.approx(1.2, rel=1e-3)
+    assert stand_for([[1.04 * time for time in busy]] * 3, True)[0] / calm > 1.03  # a slower build is seen
+    assert stand_for([busy], False)[0] > 1.5 * calm  # the median is the device's
 
 
 def test_what_8_bits_make_is_judged_before_it_is_timed() -> None:
