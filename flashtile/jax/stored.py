@@ -141,7 +141,9 @@ class StoredForward(Forward):
     """A forward whose keys and values are bytes."""
 
     def plain(self, arrays: Arrays) -> Arrays:
-        p, kind = self.problem, KINDS[self.problem.stored.dtype] if self.problem.stored else None
+        p = self.problem
+        assert p.stored is not None
+        kind = KINDS[p.stored.dtype]
         known = arrays | {n: jax.lax.bitcast_convert_type(arrays[n], kind) for n in "kv"}
         return blockwise.forward(p.dequantised, _numbers(p, known, arrays["q"].dtype))
 

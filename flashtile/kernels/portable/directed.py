@@ -34,6 +34,7 @@ from flashtile.triton_glue import language as _triton
 Launches = dict[Pass, Launch]
 MOST_COLUMNS = 256  # of a head: beyond, the smallest tiles' operands fit neither shared memory nor registers
 
+UPRIGHT = "3.6."  # releases of Triton that compile upright scores well: 3.6.0 spills 288 bytes there, 3.9.0 848 (400 without)
 INTERPRETED: dict[Pass, Launch] = {
     "tangent": Launch(16, 32), "second_queries": Launch(32, 16), "second_keys": Launch(16, 32),
 }  # fmt: skip
@@ -98,6 +99,8 @@ def choose_directed(p: AttentionProblem, device: Device, which: Pass) -> Launch:
             rules = (CDNA[which, width],)
         fits = (launch for launch in rules if shared_bytes(p, replace(launch, products=kind), which) <= device.smem_bytes)
         launch = next(fits, rules[-1])
+        if launch.upright and not str(_triton.VERSION).startswith(UPRIGHT):
+            launch = replace(launch, upright=False)
     if p.blocks is not None:
         launch = replace(launch, block_q=min(launch.block_q, p.blocks.block_q), block_k=min(launch.block_k, p.blocks.block_k))
     return replace(launch, products=kind)
