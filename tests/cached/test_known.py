@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.torch.cache import append as appends
 from flashtile.torch.cache.known import Known
 from tests.cached.draw import draw
 from tests.cached.test_cached import BAD, batch_of
+from tests.seen import Seen
 
 GOOD = {**batch_of([0, 1, 3], 19), "causal": True, "return_lse": True}
 SINK, CAP = torch.linspace(-1, 1, 4), torch.tensor(2.0)
@@ -160,18 +160,6 @@ def test_a_known_call_whose_numbers_are_bad_says_so(known: list[Any]) -> None:
     with pytest.raises(flashtile.InvalidProblem, match="names page -7"):
         both(call)
     assert len(known) == 3
-
-
-class Seen(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_whoever_wants_to_see_a_known_call_does(known: list[Any]) -> None:

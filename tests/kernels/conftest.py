@@ -30,6 +30,15 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
+def nothing_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No problem is small enough for what rounding does to delta to be corrected."""
+    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.fixture
 def nothing_delegated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("delegates", "takes_mask"):
         monkeypatch.setattr(ways, name, lambda p: False)

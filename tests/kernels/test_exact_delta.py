@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,26 +13,13 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.options import Delta
 from flashtile.reference.attention import attention_reference
 from flashtile.torch.context.wanted import against, wanted
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import DTYPES
-
-REMEMBERED = (dispatch.plan_forward, dispatch.plan_backward, dispatch.select)
-
-
-def forget() -> None:
-    _CALLS.clear()  # pyright: ignore[reportPrivateUsage]
-    for function in REMEMBERED:
-        function.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def _large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _large(nothing_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No problem is small enough to be corrected anyway, and the CPU multiplies 16 bits faster than float32."""
-    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
     monkeypatch.setattr("flashtile.kernels.cpu.products.multiplies", lambda _: True)
-    forget()
-    yield
-    forget()
 
 
 def inputs(rows: int, keys: int, dtype: str, head_dim: int = 32, offset: float = 4.0) -> list[torch.Tensor]:

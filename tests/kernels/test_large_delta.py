@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flashtile
-from flashtile import Options, dispatch
+from flashtile import Options
 from flashtile.reference.attention import attention_reference
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
 from tests.cases import CASES, Case
 from tests.judge import FACTOR, expected, judge, measure, run
 
-
-def forget() -> None:
-    _CALLS.clear()
-    for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
-        function.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No problem is small enough for delta to be corrected."""
-    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
-    forget()
-    yield
-    forget()
+pytestmark = pytest.mark.usefixtures("nothing_small")
 
 
 @pytest.mark.parametrize(("head_dim_v", "keys"), [(24, 40), (512, 16)])

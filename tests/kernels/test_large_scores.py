@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Bias, Document, Dropout, Options, dispatch
-from flashtile.torch.routes.eager import _CALLS  # pyright: ignore[reportPrivateUsage]
+from flashtile import Bias, Document, Dropout, Options
 from tests.judge import FACTOR
 
 LEAST = torch.finfo(torch.float32).min
@@ -77,14 +76,11 @@ def test_a_cpu_s_products_in_16_bits_do_not_lose_the_sum(
 @pytest.mark.parametrize(("backend", "backward"), FORMS[:3], ids=["cpu", "split", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_a_million_are_softmax_s_backward_too(
-    backend: str, backward: str, dtype: torch.dtype, small: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, backward: str, dtype: torch.dtype, small: bool, request: pytest.FixtureRequest
 ) -> None:
     """lse, one float32, has lost log(sum): a pass that walks the keys first finds it again."""
     if not small:
-        monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
-        for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
-            function.cache_clear()
-        _CALLS.clear()
+        request.getfixturevalue("nothing_small")
     torch.manual_seed(0)
     place = device_for(backend)
     q, k, v, dout = (torch.randn(2, 24, heads, 16, device=place) for heads in (4, 2, 2, 4))
@@ -104,14 +100,9 @@ def test_products_of_a_million_are_softmax_s_backward_too(
 
 @pytest.mark.parametrize(("backend", "backward"), FORMS, ids=["cpu", "split", "fused", "hopper"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_key_gives_its_value_whatever_its_score(
-    backend: str, backward: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("nothing_small")
+def test_one_key_gives_its_value_whatever_its_score(backend: str, backward: str, dtype: torch.dtype) -> None:
     """A GPU subtracts a rounded maximum of 10^6, so that its weight is not 1; delta is dp all the same, unmended."""
-    monkeypatch.setattr("flashtile.kernels.device.small.SMALL_FLOPS", 0)
-    for function in (dispatch.plan_forward, dispatch.plan_backward, dispatch.select):
-        function.cache_clear()
-    _CALLS.clear()
     torch.manual_seed(0)
     place = device_for(backend)
     q, k, v, dout = (torch.randn(1, 100, heads, 64, device=place) for heads in (4, 2, 2, 4))

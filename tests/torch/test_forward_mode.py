@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
@@ -19,6 +18,7 @@ from flashtile import Captured, NotSupported, Options, Position, Score
 from flashtile.features.scores.bias import bias_contribution
 from flashtile.reference.attention import attention_reference
 from tests.cases import MODIFIERS, Case, Tensors
+from tests.seen import Seen
 from tests.torch.test_packed import ENDS, FORMS, make, packed_call
 
 NOT_LINEAR = "does not say that what it adds is `linear` in one tensor"
@@ -78,19 +78,6 @@ def test_every_input_has_its_tangent_or_refuses(case: Case, name: str, place: to
                     assert error <= (2**-7 if case.dtype == "bf16" else 1e-5) * (1.0 + exact.abs().max())
 
 
-class Seen(TorchDispatchMode):
-    """The library's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = list[str]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "flashtile":
-            self.names.append(function._opname)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("transformed", [False, True], ids=["forward_ad", "jvp"])
 def test_one_pass_makes_out_and_its_tangent(transformed: bool) -> None:
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
@@ -100,7 +87,7 @@ def test_one_pass_makes_out_and_its_tangent(transformed: bool) -> None:
         else:
             with forward_ad.dual_level():
                 flashtile.attention(forward_ad.make_dual(q, k), k, v)
-    assert seen.names == ["attention_tangent"]
+    assert seen.names == ["flashtile.attention_tangent.default"]
 
 
 @dataclass(frozen=True, eq=False)
