@@ -9,7 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
-from flashtile.torch.cache.known import NO_KEY, NO_SCALES, add_layouts, is_seen, lengthened, scales_of, taken, write_again
+from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened, taken, write_again
 from flashtile.torch.cache.operator import append_rows
 from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
@@ -19,7 +19,7 @@ from flashtile.torch.cache.tensors import (
     int32,
     refuse_transforms,
 )
-from flashtile.torch.call.stored import Maybe, Scales, check_kind, check_scale, is_shared, scaling_of
+from flashtile.torch.call.stored import NO_SCALES, Maybe, Scales, check_kind, check_scales, is_shared, scaling_of
 from flashtile.torch.execute.bound import Bound
 from flashtile.torch.execute.plain import is_compiling, is_traced
 
@@ -70,7 +70,7 @@ def append_to_cache(
         if q.shape[:-2] != k.shape[:-2] or q.dim() != k.dim():
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; its tokens must be those of k, {tuple(k.shape[:-2])}.")
     batch = _batch_of(k, cu_seqlens, packed)
-    scales = (check_scale("k_scale", k_scale, k_cache, batch), check_scale("v_scale", v_scale, v_cache, batch))
+    scales = check_scales(k_scale, v_scale, k_cache, v_cache, batch)
     rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
     refuse_transforms("append_to_cache", rows)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*rows.values(), *scales)):
@@ -124,7 +124,7 @@ def _recognize(
         if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
                 return unknown
-            made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
+            made = check_scales(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
         key: list[Any] = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
         if not add_layouts(key, (*tensors, *made)) or k.device.type == "meta":
             return unknown

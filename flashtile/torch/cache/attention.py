@@ -29,7 +29,7 @@ from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.inputs import check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
-from flashtile.torch.call.stored import Scales, check_scale
+from flashtile.torch.call.stored import Scales, check_scales
 from flashtile.torch.execute.packing import APART
 from flashtile.torch.execute.plain import is_watched
 from flashtile.torch.routes.request import write
@@ -181,10 +181,7 @@ def _read(
     used = int32("seqused_k", seqused_k, q, batch)
     first = None if first_k is None else int32("first_k", first_k, q, batch)
     pages = check_table(k_cache, page_table, batch, first is not None)
-    scales = (
-        check_scale("k_scale", given.get("k_scale"), k_cache, batch),
-        check_scale("v_scale", given.get("v_scale"), v_cache, batch),
-    )
+    scales = check_scales(given.get("k_scale"), given.get("v_scale"), k_cache, v_cache, batch)
     asked = {name: given.get(name, False) for name in ("causal", "return_lse")}
     asked |= {name: given.get(name) for name in ("window", "mask", "scale", "sink")}
     options = given.get("options")

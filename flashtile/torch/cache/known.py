@@ -21,7 +21,7 @@ from flashtile.torch.cache.tensors import check_lengths, int32
 from flashtile.torch.call.describe import capture, exactly
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.masks import call_mask
-from flashtile.torch.call.stored import Maybe, Scales, check_scale
+from flashtile.torch.call.stored import NO_SCALES, Maybe, Scales, check_scales
 from flashtile.torch.execute.bound import Bound
 from flashtile.torch.execute.plain import PLAIN, is_compiling, modes, transforms
 from flashtile.torch.execute.replay import addresses_of
@@ -29,7 +29,6 @@ from flashtile.torch.routes.derivatives import is_dual_level
 
 NO_KEY = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # of no tensors, or not hashable
 CHANGES = frozenset({"score", "scale", "sink", "k_scale", "v_scale", "shared_prefix"})
-NO_SCALES: Scales = (None, None)
 
 
 def is_seen() -> bool:
@@ -93,7 +92,7 @@ def recognize(
             if not changes.keys() <= CHANGES or type(prefix) is not int or prefix:
                 return None
             batch, heads = (q.shape[0], q.shape[2]) if cu is None else (cu.shape[0] - 1, q.shape[1])
-            scales = scales_of(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
+            scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
             scale, sink = changes.get("scale"), changes.get("sink")
             others, score = capture(modifiers(changes.get("score", ())), batch, heads)
             others += () if sink is None else (sink,)
@@ -118,13 +117,6 @@ def recognize(
         return Call(found, given, scales, others, _CALLS.get(found))
     except NO_KEY:
         return None
-
-
-def scales_of(k_scale: Any, v_scale: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int) -> Scales:
-    """Both as `check_scale` returns them."""
-    if k_scale is None and v_scale is None:
-        return NO_SCALES
-    return check_scale("k_scale", k_scale, k_cache, batch), check_scale("v_scale", v_scale, v_cache, batch)
 
 
 class Known(NamedTuple):

@@ -12,7 +12,7 @@ from flashtile.problem.cache import CachedProblem
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached, problem_of
 from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
-from flashtile.torch.call.stored import Scales, check_scale, is_shared
+from flashtile.torch.call.stored import Scales, check_scales, is_shared
 from flashtile.torch.execute.bound import DTYPES
 from flashtile.torch.execute.plain import is_traced
 
@@ -63,7 +63,7 @@ class PagedCache:
         self.__dict__.update(state)
 
     def _scales(self, batch: int) -> Scales:
-        return check_scale("k_scale", self.k_scale, self.k, batch), check_scale("v_scale", self.v_scale, self.v, batch)
+        return check_scales(self.k_scale, self.v_scale, self.k, self.v, batch)
 
     def append(
         self, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, rotary: Any = None,

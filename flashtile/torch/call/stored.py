@@ -15,6 +15,7 @@ from flashtile.torch.execute.plain import is_traced
 STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 Maybe = torch.Tensor | None
 Scales = tuple[Maybe, Maybe]  # of keys, of values
+NO_SCALES: Scales = (None, None)
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # of scales
 
 
@@ -101,3 +102,10 @@ def check_scale(
         if bool(wrong.any()):
             raise InvalidProblem(f"{name} holds {float(scale[wrong][0])}; it must be positive and finite.")
     return scale.expand(batch, heads)
+
+
+def check_scales(k_scale: Any, v_scale: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int) -> Scales:
+    """Both of a cache, as `check_scale` returns them; NO_SCALES itself where there is none."""
+    if k_scale is None and v_scale is None:
+        return NO_SCALES
+    return check_scale("k_scale", k_scale, k_cache, batch), check_scale("v_scale", v_scale, v_cache, batch)

@@ -176,21 +176,24 @@ class ReturningHalo:
         """Write the sums there, those first to which other ranks add nothing."""
         mine, sent, landing = self.context.rank, list[tuple[torch.Tensor, int]](), list[tuple[torch.Tensor, int]]()
         own, came = list[OfKeys](), list[OfKeys]()
-        new = lambda rows: [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in self.parts[0][1:]]  # noqa: E731
         for rank, (taken, put) in enumerate(zip(self.taken, self.put, strict=True)):
             if rank == mine:
                 own += [part for rows, at in zip(taken, put, strict=True) for part in _within(self.parts, at, rows.start)]
                 continue
             for at in put:
-                sums = new(at)
+                sums = self._sums(at)
                 _write_sums(sums[0], sums[1], _within(self.parts, at, 0))
                 sent += [(t, rank) for t in sums]
             for rows in taken:
-                sums = new(rows)
+                sums = self._sums(rows)
                 landing += [(t, rank) for t in sums]
                 came.append((rows, sums[0], sums[1]))
         transfer = Transfer(sent, landing, self.context)
         _write_sums(dk, dv, own, came, transfer.arrived)
+
+    def _sums(self, rows: slice) -> list[torch.Tensor]:
+        """Where dk and dv of so many rows will be."""
+        return [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in self.parts[0][1:]]
 
 
 def _within(parts: list[OfKeys], at: slice, start: int) -> list[OfKeys]:

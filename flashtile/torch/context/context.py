@@ -260,9 +260,7 @@ def head_groups(method: str, q: Any, k: Any, context: Context) -> int:
     tiles of keys: a backward's programs walk one each, for all heads of q that share it. On a CPU it has at least LARGE bytes
     of keys.
     """
-    if (
-        context.ranks == 1 or context.layout == "documents"
-    ):  # whose calls are short, and each group's ends with its longest tile
+    if context.ranks == 1 or context.layout == "documents":  # its calls are short, and each group's ends with its longest tile
         return 1
     by_heads = method == "ulysses"
     share = context.ranks if by_heads else 1
