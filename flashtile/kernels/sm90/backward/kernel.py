@@ -486,6 +486,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         tiles = gl.cdiv(seqlen_k, T.mask.blocks_k) * (T.mask.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+        if T.shares > 1:
+            tiles = tiles * T.shares
     if T.schedule.helps:  # as many first jobs, and second ones
         tiles = 2 * tiles
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
