@@ -124,3 +124,19 @@ def test_query_heads_that_share_keys_have_tiles_of_their_own(sizes: str, rest: s
     assert any("tiles of its own" in line for line in told(fired)) == ungrouped
     assert not choose_backward(p, H100, split=True).ungrouped
     assert not launch.interleaves or not ungrouped
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "rest", "swizzle", "converts"),
+    [
+        (16384, ",band=:0", 4, True),
+        (32768, ",band=:0", 4, False),
+        (65536, ",band=:0", 1, False),  # not measured
+        (32768, ",band=:0,score=softcap(30.0)", 1, False),
+        (32768, "", 1, False),
+    ],
+)
+def test_long_causal_heads_go_together_and_leave_dq_to_a_pass(seqlen: int, rest: str, swizzle: int, converts: bool) -> None:
+    launch, fired = backward_choice(problem(1, seqlen, 16, rest), H100)
+    assert (launch.swizzle, launch.converts) == (swizzle, converts)
+    assert any("long causal tiles" in line for line in told(fired)) == (seqlen == 32768 and rest == ",band=:0")
