@@ -1,11 +1,9 @@
 """Repairs: these kernels after those of a backend whose scores are not to be relied on where a row's are large.
 
 Such a backend adds a tensor to scores within its products, whose sums then lose what the offset is rounded by. Its plan runs as
-it is; behind it stand the launches of this file. A forward's looks at lse, and computes tiles anew where some row's is large,
-or is said to have seen nothing. A backward's first launch looks at lse; where some row's is large the others compute all
-gradients anew. Elsewhere they end at once. They begin early (`device/stream.py`), those of many tiles in as many programs as
-run at a time. An H200, 2 x 2048, 16 heads of 128, causal: beside the forward's 74 us these took 6 while a launch of its own
-looked at lse and two programs a multiprocessor waited behind it, beside the backward's 205 us 9 while every tile had one.
+it is; behind it stand the launches of this file. One looks at lse. Where some row's is large, or where a forward says that it
+saw nothing, the forward's other launch computes those rows anew, and the backward's all gradients. Elsewhere they end at once.
+They begin early (`lib/stream.py`), those of many tiles in few programs.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from flashtile.kernels.device.exponential import FAR
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import slab, tile_of
-from flashtile.kernels.portable.backward import (
-    attention_backward_keys,
-    attention_backward_queries,
-    tile_of_keys,
-    tile_of_queries,
-)
+from flashtile.kernels.portable.backward import attention_backward_keys, attention_backward_queries
 from flashtile.kernels.portable.broadcast import attention_backward_broadcast, broadcast_tile, sum_shared
 from flashtile.kernels.portable.forward import attention_forward, forward_tile
 from flashtile.kernels.portable.rows import attention_delta
@@ -37,8 +30,11 @@ GATE = "repair.gate"
 
 
 @jit(do_not_specialize=["count"])
-def attention_far(lse_ptr, gate_ptr, count, BLOCK: tl.constexpr):
-    """gate[i] = 1 where one of the i-th part of `count` rows has an lse beyond FAR, else 0. One program a part."""
+def attention_far(lse_ptr, gate_ptr, count, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
+    """gate[i] = 1 where one of the i-th part of `count` rows has an lse beyond FAR, else 0. One program a part.
+
+    FORWARD: or one that is not finite, as that of a row whose every score overflowed.
+    """
     await_stream()
     part = tl.cdiv(count, tl.num_programs(0))
     first = tl.program_id(0) * part
@@ -47,7 +43,10 @@ def attention_far(lse_ptr, gate_ptr, count, BLOCK: tl.constexpr):
     for start in tl.range(first, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         distance = tl.abs(tl.load(lse_ptr + at, mask=at < end, other=0.0))
-        far = far | ((distance > FAR) & (distance < float("inf"))).to(tl.int32)
+        if FORWARD:
+            far = far | ((distance < FAR) == 0).to(tl.int32)
+        else:
+            far = far | ((distance > FAR) & (distance < float("inf"))).to(tl.int32)
     tl.store(gate_ptr + tl.program_id(0), tl.max(far))
 
 
@@ -58,34 +57,22 @@ def is_far(gate_ptr):
     return tl.max(tl.load(gate_ptr + tl.arange(0, PARTS))) > 0
 
 
-@jit
-def far_rows(number, tiles, lse_ptr, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
-    """Which rows of a query tile have an lse beyond FAR, or one that is not finite, as one whose every score overflowed."""
-    BLOCK_Q: tl.constexpr = T.block_q
-    tile, head, item, _ = tile_of(number, tiles, schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
-    index = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    rows = lse_ptr + (slab(item, T) * heads + head).to(tl.int64) * seqlen_q + item.first_q + index
-    return ((tl.abs(tl.load(rows, mask=index < item.q, other=0.0)) < FAR) == 0).to(tl.int32)
-
-
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                    region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """`attention_forward` of the tiles that have such rows; region = (the forward's, how many tiles there are).
-
-    A program looks at all its tiles first, several loads under way: nearly always that is all there is to do.
-    """
+    """`attention_forward` of the tiles that have such rows; region = (the forward's, (gate, how many tiles there are))."""
     BLOCK_Q: tl.constexpr = T.block_q
-    await_stream()
-    first, tiles, step = tl.program_id(0), region[1], tl.num_programs(0)
-    far = tl.zeros([BLOCK_Q], tl.int32)
-    for number in tl.range(first, tiles, step, loop_unroll_factor=4):
-        far = far | far_rows(number, tiles, out_ptrs[1], seqlen_q, seqlen_k, heads, region[0][0], T)
-    if tl.max(far) > 0:
-        for number in tl.range(first, tiles, step):
-            if tl.max(far_rows(number, tiles, out_ptrs[1], seqlen_q, seqlen_k, heads, region[0][0], T)) > 0:
-                forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
-                             score_args, region[0], T, SCORE, MASK)  # fmt: skip
+    if is_far(region[1][0]):
+        for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
+            tile, head, item, _ = tile_of(
+                number, region[1][1], region[0][0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T
+            )
+            index = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+            head_rows = (slab(item, T) * heads + head).to(tl.int64) * seqlen_q
+            lse = tl.load(out_ptrs[1] + head_rows + item.first_q + index, mask=index < item.q, other=0.0)
+            if tl.max(((tl.abs(lse) < FAR) == 0).to(tl.int32)) > 0:
+                forward_tile(number, region[1][1], in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
+                             scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -98,19 +85,17 @@ def repair_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, grad_args, region,
                    T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    if is_far(region[1][0]):
-        for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
-            tile_of_queries(number, region[1][1], in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
-                            score_args, grad_args, region[0], T, SCORE, CAPTURED, MASK)  # fmt: skip
+    if is_far(region[1]):
+        attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                                   grad_args, region[0], T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
                 T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    if is_far(region[1][0]):
-        for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
-            tile_of_keys(number, region[1][1], in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
-                         scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
+    if is_far(region[1]):
+        attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                                region[0], T, SCORE, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
@@ -134,13 +119,12 @@ def repair_shared(source_ptr, target_ptr, shared, length, BLOCK: tl.constexpr):
         sum_shared(source_ptr, target_ptr[0], shared, length, BLOCK)
 
 
-# The gated kernel of each, which argument the gate joins, or of a forward, which looks at lse itself, how many tiles there are,
-# and whether few programs take as many tiles as there are.
+# The gated kernel of each, which argument the gate joins, and whether it takes as many numbers as there are in few programs.
 GATED: Mapping[Any, tuple[Any, str, bool]] = {
     attention_forward: (repair_forward, "region", True),
     attention_delta: (repair_delta, "schedule_ptr", False),
-    attention_backward_queries: (repair_queries, "region", True),
-    attention_backward_keys: (repair_keys, "region", True),
+    attention_backward_queries: (repair_queries, "region", False),
+    attention_backward_keys: (repair_keys, "region", False),
     attention_backward_broadcast: (repair_broadcast, "region", True),
     sum_partials: (repair_sums, "schedule_ptr", False),
     sum_shared: (repair_shared, "target_ptr", False),
@@ -149,27 +133,23 @@ GATED: Mapping[Any, tuple[Any, str, bool]] = {
 
 def repairing(plan: Plan, device: Device, forward: bool) -> Plan:
     """A plan of these kernels, as it follows another's: nothing but a look at lse where all is well."""
-    programs = device.sm_count if forward else 2 * device.sm_count  # at a time: the forward's fill a multiprocessor each
-    calls = tuple(_gated(call, programs, forward) for call in plan.calls if isinstance(call, KernelCall))
-    if forward:
-        return _renamed(replace(plan, calls=calls))
     rows = next(b.shape for b in plan.buffers if b.name == "lse")
-    args = (Pointer("lse"), Pointer(GATE), prod(rows))
-    look = KernelCall(attention_far, (PARTS.value, 1, 1), args, (("BLOCK", 1024),), early=True)
+    constants = (("FORWARD", forward), ("BLOCK", 1024))
+    look = KernelCall(attention_far, (PARTS.value, 1, 1), (Pointer("lse"), Pointer(GATE), prod(rows)), constants, early=True)
+    calls = [_gated(call, 2 * device.sm_count, forward) for call in plan.calls if isinstance(call, KernelCall)]
     gate = Buffer(GATE, (PARTS.value,), "int32", "scratch")
     return _renamed(replace(plan, calls=(look, *calls), buffers=(*plan.buffers, gate)))
 
 
 def _gated(call: KernelCall, programs: int, forward: bool) -> KernelCall:
-    """The call behind the gate, or a forward's; those that list the tiles of items of unlike lengths have none."""
+    """The call behind the gate; those that list the tiles of items of unlike lengths have none."""
     if call.kernel not in GATED:
         return call
     kernel, name, few = GATED[call.kernel]
-    at, tiles = call.kernel.arg_names.index(name), call.grid[0]
-    joined = tiles if forward else (Pointer(GATE), tiles) if few else Pointer(GATE)
-    args = (*call.args[:at], (call.args[at], joined), *call.args[at + 1 :])
+    at, gate = call.kernel.arg_names.index(name), Pointer(GATE)
+    args = (*call.args[:at], (call.args[at], (gate, call.grid[0]) if few else gate), *call.args[at + 1 :])
     constants = tuple((n, replace(v, repairs=True) if n == "T" and forward else v) for n, v in call.constants)
-    grid = (min(tiles, programs), 1, 1) if few else call.grid
+    grid = (min(call.grid[0], programs), 1, 1) if few else call.grid
     return replace(call, kernel=kernel, args=args, constants=constants, grid=grid, early=True)
 
 

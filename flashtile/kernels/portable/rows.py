@@ -69,12 +69,12 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
 
 
 @jit
-def by_head(tile, head, item, unit, tiles, seqlen_q, heads, T: tl.constexpr):
-    """The place of the sum of one of `tiles` in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
+def by_head(tile, head, item, unit, seqlen_q, heads, T: tl.constexpr):
+    """The place of a program's sum in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
     if not T.items.ragged:
         BLOCK_Q: tl.constexpr = T.block_q
-        per_head = tl.cdiv(seqlen_q, BLOCK_Q)
-        unit = (head * (tiles // (per_head * heads)) + item.batch) * per_head + tile
+        tiles = tl.cdiv(seqlen_q, BLOCK_Q)
+        unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
     return unit.to(tl.int64)
 
 
