@@ -39,6 +39,7 @@ from flashtile.torch.execute.bound import TORCH_DTYPES, Bound
 from tests.torch.test_statistics import attention_scores
 
 Tensors = dict[str, torch.Tensor]
+SMALL = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than one tile
 
 
 def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
@@ -50,8 +51,7 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     chosen = choose_backward(problem, H100, case["pass"] == "split", overrides.get("ungrouped", False))
     launch = replace(chosen, **overrides)
     gradients = Gradients(dlse=case.get("dlse", False), wide_keys=case.get("wide_keys", False))
-    small = replace(H100, sm_count=Grid.FEW)  # so that a block computes more than one tile
-    return BACKEND.backward(problem, small, gradients, case["pass"], launch)
+    return BACKEND.backward(problem, replace(SMALL, sm_count=Grid.FEW), gradients, case["pass"], launch)
 
 
 def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:
