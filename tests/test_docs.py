@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import flashtile
-from tools import evidence, goals
+from tools import answer_pages, evidence, goals
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md")))]
@@ -41,6 +41,8 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
     code = (
         "from tools.make_docs import *; page = lambda name: (ROOT / 'docs' / name).read_text();"
         "said = {'support.md': support(evidence.read(RESULTS)), 'benchmarks.md': full(), 'goals.md': goals.page(RESULTS)};"
+        "said |= {'reference/arguments.md': argument_page.page()};"
+        "said |= {name: answers(page(name)) for name in (f'answers/{group}.md' for group in answer_pages.GROUPS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
         " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
         " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', caches))};"
@@ -48,9 +50,10 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    groups = " ".join(sorted(f"answers/{group}.md" for group in answer_pages.GROUPS))
     generated = (
-        "../README.md answers.md benchmarks.md explanation/numerics.md features.md goals.md how-to/fp8.md jax.md limits.md "
-        "reference/environment.md support.md tutorials/cache.md"
+        f"../README.md answers.md {groups} benchmarks.md explanation/numerics.md features.md goals.md how-to/fp8.md jax.md "
+        "limits.md reference/arguments.md reference/environment.md support.md tutorials/cache.md"
     )
     assert done.stdout == f"{generated}\n\n", "run `make docs` for the pages of the second line"
 

@@ -1,7 +1,8 @@
 """Writes the generated parts of the docs: `make docs`.
 
-docs/support.md from what the backends say, README's tables and figure, docs/benchmarks.md, docs/goals.md and docs/*.png from
-benchmarks/results/*.csv, nothing by hand.
+docs/support.md from what the backends say, docs/reference/arguments.md from signatures, the lists of questions of docs/answers
+from their headings, README's tables and figure, docs/benchmarks.md, docs/goals.md and docs/*.png from benchmarks/results/*.csv,
+nothing by hand.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Variant
 from tools import (
+    answer_pages,
+    argument_page,
     cache_rows,
     companion_tables,
     error_table,
@@ -32,7 +35,6 @@ from tools import (
     goals,
     ranks_table,
     script_tables,
-    shapes,
     support_tables,
 )
 from tools.evidence import Evidence, cell
@@ -280,37 +282,8 @@ def environment(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """The page of answers with README's figures, and those of pages that it links to."""
-    fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    plain = fast[front_page.called(RESULTS, front_page.FIGURE)]
-    unequal = fast[front_page.UNEQUAL]
-    steps = {name: cells[-1] for name, cells in cells_of(front_page.step(RESULTS)).items()}
-    forward, both = jax_peers["jax.nn/cudnn"]
-    parts = {
-        "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
-        "cpu16": slow["16-bit backward on a CPU"][0],
-        "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
-        "cputimes": script_tables.cpu_times(RESULTS),
-        "decoding": script_tables.decoding(RESULTS),
-        "e4m3": script_tables.e4m3_caches(RESULTS),
-        "first": script_tables.first_calls(RESULTS),
-        "shapes": f"forward {plain[1]}, backward {plain[2]}",
-        "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
-        "wide": slow[shapes.told(read(RESULTS / "hopper-mla-h200.csv"))][0],
-        "steps": ", ".join(f"head_dim {depth} {steps[f'{depth}, causal']}" for depth in (64, 128, 256)),
-        "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
-        "peers": f"{forward} times as fast in the forward, {both} times with its backward",
-        "field": front_page.field_tests(RESULTS),
-    }
-    for name, part in parts.items():
-        text = replaced(text, name, part)
-    return text
-
-
-def cells_of(table: str) -> dict[str, list[str]]:
-    """The rows of a table of markdown: first cell -> the others."""
-    rows = (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| "))
-    return {first: rest for first, *rest in rows}
+    """A page of answers with its list of questions and README's figures, and those of pages that it links to."""
+    return answer_pages.filled(text, RESULTS)
 
 
 def is_shown(file: Path) -> bool:
@@ -331,12 +304,14 @@ def main() -> None:
     (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
     (ROOT / "docs" / "benchmarks.md").write_text(full())
     (ROOT / "docs" / "goals.md").write_text(goals.page(RESULTS))
+    (ROOT / "docs" / "reference" / "arguments.md").write_text(argument_page.page())
     for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
     generated = {
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
-        "docs/limits.md": limits, "docs/answers.md": answers,
+        "docs/limits.md": limits, **{f"docs/answers/{group}.md": answers for group in answer_pages.GROUPS},
+        "docs/answers.md": answers,
         "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": caches,
     }  # fmt: skip
     for name, written in generated.items():
