@@ -78,6 +78,7 @@ def figures(results: Path) -> dict[str, str]:
         "pairs": script_tables.pairs(results),
         "peers": f"{forward} times as fast in the forward, {both} times with its backward",
         "portable": slow["the portable kernels; other GPUs run these"][0],
+        "ranks": script_tables.ranks(results),
         "shapes": _ways(fast[front_page.called(results, front_page.FIGURE)]),
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "steps": ", ".join(f"head_dim {depth} {step[f'{depth}, causal'][-1]}" for depth in (64, 128, 256)),

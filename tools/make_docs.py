@@ -1,7 +1,7 @@
 """Writes the generated parts of the docs: `make docs`.
 
 docs/support.md from what the backends say, docs/reference/arguments.md from signatures, the lists of questions of docs/answers
-from their headings, README's tables and figure, docs/benchmarks.md, docs/goals.md and docs/*.png from benchmarks/results/*.csv,
+from their headings, README's tables and figure, docs/benchmarks, docs/goals.md and docs/*.png from benchmarks/results/*.csv,
 nothing by hand.
 """
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashtile import dispatch
 from flashtile.audit.matrix import TARGETS
-from flashtile.bench import plot, report
+from flashtile.bench import plot
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import PASSES, Direction
@@ -26,8 +26,8 @@ from flashtile.problem.options import Variant
 from tools import (
     answer_pages,
     argument_page,
+    benchmark_pages,
     cache_rows,
-    companion_tables,
     error_table,
     evidence,
     front_page,
@@ -41,18 +41,6 @@ from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Result files of `flashtile bench`, without the device, that docs/benchmarks.md draws.
-SHOWN = (
-    "hopper-fa3-paper",
-    "hopper-cudnn-cross",
-    "hopper-llmc",
-    "hopper-triton-tutorial",
-    "hopper-mla",
-    "hopper-models",
-    "fp32-llmc",
-)
-COMPANIONS = RESULTS / "companions-h100.csv"
-
 # (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.
 FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp16", "attention(q=1x128x2x64,kv=128x2x64,fp16)", "auto"),
@@ -198,11 +186,6 @@ def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, 
     return []
 
 
-def is_bench(file: Path) -> bool:
-    """Whether the file was written by `flashtile bench`."""
-    return file.read_text().startswith("suite,")
-
-
 def readme(text: str) -> str:
     """README's text with its generated parts as the results and the backends now say."""
     parts = {
@@ -214,30 +197,6 @@ def readme(text: str) -> str:
     for name, part in parts.items():
         text = replaced(text, name, part)
     return text
-
-
-def full() -> str:
-    """docs/benchmarks.md: every row of every file of times."""
-    suites, rows = sorted(filter(is_bench, RESULTS.glob("*.csv"))), companion_tables.read(COMPANIONS)
-    scripts = [RESULTS / f"{stem}.csv" for stem in script_tables.FILES]
-    parts = [
-        "# Benchmarks",
-        "",
-        "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them. First what each section is",
-        "and of which device, then all rows. [How to repeat them](how-to/benchmarks.md).",
-        "",
-        script_tables.contents(RESULTS, [*(file.stem for file in suites), COMPANIONS.stem, *script_tables.FILES]),
-        "",
-    ]
-    for file in suites:
-        parts += [f"## {file.stem}", ""]
-        parts += [script_tables.note(RESULTS, file.stem), "", report.markdown(read(file))]
-        parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    parts += [f"## {COMPANIONS.stem}", "", script_tables.note(RESULTS, COMPANIONS.stem), "", companion_tables.summary(rows), ""]
-    parts += [companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
-    for file in scripts:
-        parts += [f"## {file.stem}", "", script_tables.section(file), ""]
-    return "\n".join(parts)
 
 
 def numerics(text: str) -> str:
@@ -286,10 +245,6 @@ def answers(text: str) -> str:
     return answer_pages.filled(text, RESULTS)
 
 
-def is_shown(file: Path) -> bool:
-    return file.stem.rpartition("-")[0] in SHOWN
-
-
 def replaced(text: str, name: str, part: str) -> str:
     """The text with this between the two marks of that name, which it must have."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -302,10 +257,11 @@ def replaced(text: str, name: str, part: str) -> str:
 
 def main() -> None:
     (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
-    (ROOT / "docs" / "benchmarks.md").write_text(full())
+    for name, text in benchmark_pages.pages(RESULTS).items():
+        (ROOT / "docs" / name).write_text(text)
     (ROOT / "docs" / "goals.md").write_text(goals.page(RESULTS))
     (ROOT / "docs" / "reference" / "arguments.md").write_text(argument_page.page())
-    for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
+    for file in (file for file in RESULTS.glob("*.csv") if benchmark_pages.is_shown(file.stem)):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
     generated = {

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-RECORDS = ("lab/", "changelog.md", "benchmarks.md", "goals.md")
-NO_PAGE = re.compile(r"\[([^]]*)\]\((?:\.\./)*(?:\.github|(?:examples|tests|flashtile|benchmarks|tools)(?=[/)]))[^)]*\)")
+RECORDS = ("lab/", "changelog.md", "benchmarks.md", "benchmarks/", "goals.md")
+NO_PAGE = re.compile(
+    r"\[([^]]*)\]\((?:\.\./)*(?:\.github|(?:examples|tests|flashtile|tools|benchmarks(?!/[\w-]+\.md))(?=[/)]))[^)]*\)"
+)
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)""")
 
 
