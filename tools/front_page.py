@@ -57,18 +57,17 @@ def support(said: Mapping[str, Sequence[str]]) -> str:
     targets = ("cpu", *TARGETS)
     lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
     for name, features in FEATURES.items():
-        words, *others = ([_word(feature, target, cell) for target, cell in zip(targets, said[feature], strict=True)]
-                          for feature in features)  # fmt: skip
+        words, *others = ([_word(cell) for cell in said[feature]] for feature in features)
         if any(other != words for other in others):
             raise ValueError(f"{', '.join(features)} are not alike on every target: give each a row of its own in FEATURES.")
         lines.append(_line(name, *words))
     return "\n".join([*lines, ""])
 
 
-def _word(feature: str, target: str, cell: str) -> str:
-    if cell == "refused" or "compiled for" not in cell:
-        return "refused" if cell == "refused" else "run"
-    return "tested" if (feature, target) in TESTED else "built"
+def _word(cell: str) -> str:
+    if cell == "refused":
+        return cell
+    return "built" if "compiled for" in cell else "tested" if "tested on" in cell else "run"
 
 
 # -- how fast -------------------------------------------------------------------------------------------------------

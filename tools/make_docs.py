@@ -117,6 +117,8 @@ def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Tol
                 refused.append((feature, target, told_of(refusal, target)))
                 cells.append("refused")
             else:
+                if (feature, target) in front_page.TESTED:
+                    cells[-1] = cells[-1].replace("compiled for", "tested on")
                 left += [(feature, *told) for told in left_by_hopper(evidence.problem_of(spelling), variant, target)]
         rows[feature] = cells
     for name, (what, _) in PASSES.items():
@@ -140,9 +142,9 @@ def support(proof: Iterable[Evidence]) -> str:
         "",
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
-        "kernels compile there within their budgets (`make compile`); no such row exists, though tests may have run it on a",
-        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) and [drawn problems](#drawn-problems) did.",
-        "**refused**: with the reason below.",
+        "kernels compile there within their budgets (`make compile`); no such row exists, though [drawn",
+        "problems](#drawn-problems) may have run it on a GPU. **tested on**: [tests of caches](#what-ran-apart-from-benchmarks) ran",
+        "it there and found it right; nothing was timed. **refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md). For sm89 (RTX 4090, L40S) no test compiles the kernels.",
         "",

@@ -290,7 +290,10 @@ def ranks(folder: Path) -> str:
             cell[kind] = min(cell.get(kind, float("inf")), float(row["ranks_ms"]))
     rotations = {length: cell for (length, _), cell in newest.items() if "torch" in cell}  # the file's last of each length
     told = list[str]()
-    for name, peer in (("torch", "torch's `context_parallel`"), ("ring-flash-attn", "ring-flash-attn's functions")):
+    for name, peer in (
+        ("torch", "torch's `context_parallel`"),
+        ("ring-flash-attn", "ring-flash-attn's functions over our passes"),
+    ):
         ratios = [
             f"{cell[name] / cell['allgather']:.2f} ({length:,} tokens)" for length, cell in rotations.items() if name in cell
         ]
