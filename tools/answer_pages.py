@@ -16,7 +16,7 @@ GROUPS = (
     "install", "pytorch", "masks", "replace", "models", "caches", "gpus", "compile", "jax", "c", "speed", "kernels", "numbers",
     "fp8", "project",
 )  # fmt: skip
-COLUMNS = 110  # of a figure's lines: a word and the marks stand in front of the first one
+COLUMNS = 100  # of a figure's lines: a word and the marks stand in front of the first one
 MARK = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 
 
