@@ -67,6 +67,7 @@ def figures(results: Path) -> dict[str, str]:
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
         "cputimes": script_tables.cpu_times(results),
         "decoding": script_tables.decoding(results),
+        "documents": script_tables.documents(results),
         "e4m3": script_tables.e4m3_caches(results),
         "field": front_page.field_tests(results),
         "first": script_tables.first_calls(results),

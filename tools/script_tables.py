@@ -280,6 +280,19 @@ def latent(folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
+def documents(folder: Path) -> str:
+    """FlexAttention's time of packed documents, by a mask, over ours of `attention_varlen` on an H100."""
+    rows = [row for row in read(folder / "varlen-h100.csv") if row["section"] == "varlen" and row["ms"]]
+    ms = {(row["name"], row["direction"]): float(row["ms"]) for row in rows}
+    told = list[str]()
+    for way, name in (("fwd", "forward"), ("bwd", "backward")):
+        ratios = sorted(
+            ms[f"flex document, {mask}", way] / ms[f"flashtile/hopper varlen, {mask}", way] for mask in ("causal", "full")
+        )
+        told.append(f"{name} {ratios[0]:.2f} to {ratios[1]:.2f}")
+    return ", ".join(told)
+
+
 def ranks(folder: Path) -> str:
     """How fast all-gather over two GPUs is beside others, by length: their least time over ours, of the newest rotation."""
     newest = dict[tuple[int, str], dict[str, float]]()
