@@ -222,6 +222,23 @@ def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
+def test_the_mask_of_an_answer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    code = next(block for block in blocks("docs/answers/masks.md", "python") if "class Every" in block)
+    (tmp_path / "every_mask.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
+    monkeypatch.syspath_prepend(tmp_path)
+    from every_mask import Every  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
+    out = flashtile.attention(q, k, v, mask=Every(4) | flashtile.Band(right=0), options=flashtile.Options(backend="triton"))
+    at = torch.arange(32, device=device)
+    keep = (at % 4 == 0) | (at <= at[:, None])
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=keep)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+
+
 def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
     """Each page from its first block to its last, where kernels are not interpreted; what begins with "# needs" is left out."""
     ran: list[str] = []

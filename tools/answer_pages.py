@@ -63,6 +63,7 @@ def figures(results: Path) -> dict[str, str]:
     return {
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(results)),
         "costs": "; ".join(f"{name} {ms}" for (name, mask), (ms, _) in _costs(results).items() if mask == "full"),
+        "bias": _bias(results),
         "cpu16": slow["16-bit backward on a CPU"][0],
         "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
         "cputimes": script_tables.cpu_times(results),
@@ -105,6 +106,15 @@ def _ways(cells: list[str]) -> str:
 def _costs(results: Path) -> dict[tuple[str, str], tuple[str, str]]:
     """(feature, mask) -> our times and FlexAttention's, as docs/features.md has them."""
     return {(name, mask): (ours, flex) for name, mask, ours, flex, _ in _rows(script_tables.costs(results))[2:]}
+
+
+def _bias(results: Path) -> str:
+    """What a learned bias costs: our times with it and without."""
+    costs = _costs(results)
+    ways = zip(
+        ("forward", "both passes"), *(costs[name, "full"][0].split(", ") for name in ("bias, gradient", "plain")), strict=True
+    )
+    return ", ".join(f"{way} {biased} ms instead of {plain}" for way, biased, plain in ways)
 
 
 def _beside_flex(results: Path) -> str:
