@@ -293,8 +293,7 @@ def fused(inputs: Inputs, scene: Scene) -> Tensors:
         rows, keys = (span_of(keep.any(axis)) for axis in (1, 0))
         seen = keep[rows, keys]
         causal = not bool(seen.all())
-        square = seen.shape[0] == seen.shape[1]  # its causal mask is aligned at both ends
-        if causal and not (square and c.scale_value > 0 and torch.equal(seen, torch.ones_like(seen).tril())):
+        if causal and not (c.scale_value > 0 and torch.equal(seen, torch.ones_like(seen).tril())):  # its mask begins at the top
             return {}
         own_q, own_k, own_v = (t[item : item + 1, :, part] for t, part in ((q, rows), (k, keys), (v, keys)))
         out = torch.nn.functional.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=causal, scale=c.scale_value)
