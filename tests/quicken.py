@@ -16,6 +16,7 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+from tests.functions import functions
 from tests.operators import operators, quick_where
 
 TRITON = "3.6."  # the releases whose interpreter it answers as; newer ones know -0.0
@@ -139,9 +140,11 @@ def _builtins() -> None:
             kwargs["_semantic"] = semantics
             return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, quick[name](call) if obj is core.tensor and name in quick else call)
+        quick = of_tensors if obj is core.tensor else of_language if member is own.get(name) else {}
+        scope.set_attr(obj, name, quick[name](call) if name in quick else call)
 
-    quick, convert = operators(), semantic.TritonSemantic.to_tensor
+    of_tensors, of_language, convert = operators(), functions(), semantic.TritonSemantic.to_tensor
+    own = {name: getattr(core, name) for name in of_language}  # before any of them is patched
 
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if type(x) is core.tensor else convert(self, x, check_type)
