@@ -40,6 +40,7 @@ NUMBERS = (
 )  # fmt: skip
 METHODS = operators()
 FUNCTIONS = functions()
+TRITONS = {name: getattr(member, "__wrapped__", member) for name in FUNCTIONS for member in [getattr(core, name)]}
 OWN = {name: getattr(member, "__wrapped__", member) for name in METHODS for member in [getattr(core.tensor, name)]}
 
 
@@ -131,13 +132,8 @@ def test_choices_are_tritons() -> None:
 
 def language(name: str) -> tuple[Any, Any]:
     """(Triton's own function, what stands for it here)."""
-    member = getattr(core, name)
-    own = getattr(member, "__wrapped__", member)
-
-    def asked(*arguments: Any, **more: Any) -> Any:
-        return own(*arguments, **more, _semantic=SEMANTIC)
-
-    return asked, FUNCTIONS[name](asked)
+    own = partial(TRITONS[name], _semantic=SEMANTIC)
+    return own, FUNCTIONS[name](own)
 
 
 def pointers(memory: np.ndarray, element: Any, shape: tuple[int, ...], step: int = 1) -> core.tensor:
