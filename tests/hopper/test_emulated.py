@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compile.covering import some_whole
-from tests.hopper.emulating import emulate
+from tests.hopper.emulating import emulate, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2e-3  # of the largest element; rounding inputs, probabilities and results to fp16 costs 3e-4 to 6e-4
 
 # batch x seqlen_q x heads_q and seqlen_k x heads_kv, what else the problem says, and whether lse has a gradient
@@ -167,9 +162,7 @@ def judge(cases: list[dict[str, Any]], script: str = "emulated", limit: float = 
 
 
 def test_registers_keep_what_the_contract_names() -> None:
-    command = [sys.executable, "-m", "tests.hopper.emulated_dropout"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = run("emulated_dropout")
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-4000:]
 
 
