@@ -38,6 +38,8 @@ HALVED = (HALVES, HALVES_WINDOW, HALVES_BROAD, HALVES_LEFT, HALVES_TAIL)
 STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
 SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
 MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
+WAVE: Sizes = ("1x400x2", "400x2", ",band=:0", False)  # four tiles a head
+SHARED_WAVE: Sizes = ("1x400x2", "400x1", ",band=:0", False)
 NEGATIVE: Sizes = ("1x130x1", "130x1", ",scale=-0.2", False)
 LONGER: Sizes = ("1x400x1", "2100x1", "", False)
 LONGER_CAUSAL: Sizes = ("1x70x1", "8200x1", ",band=:0", False)
@@ -69,6 +71,7 @@ class Tile:
 SMALL = dict(block_q=64)
 APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
 NARROW = dict(narrow=True)
+UNGROUPED = dict(ungrouped=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -108,6 +111,7 @@ BACKWARD = {
         Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=APART_DOUT),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, MODIFIERS), 64, launch=CONVERTED),
         Tile((GROUPED, STRIPE), 40, launch=CONVERTED),
+        Tile((GROUPED, SHARED_HEADS), 64, launch=UNGROUPED),
     ),
     "head_dim128": (
         Tile(ALL, 128),
@@ -115,6 +119,8 @@ BACKWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((GROUPED, LEFT), 128, launch=dict(interleaves=True)),
+        Tile((GROUPED, SHARED_HEADS, LEFT, TINY), 128, launch=dict(UNGROUPED, joined=False, stages_dout=2)),
+        Tile((GROUPED, SHARED_HEADS), 128, launch=dict(UNGROUPED, joined=False, stages=2, stages_dout=2, converts=True)),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),
@@ -193,6 +199,12 @@ def test_statistics_are_of_an_item_s_own_rows() -> None:
 @pytest.mark.parametrize("width", BACKWARD)
 def test_the_backward_is_exact(width: str) -> None:
     judge([case for tile in BACKWARD[width] for case in tile.cases("fused")])
+
+
+def test_blocks_of_short_tiles_take_steps_of_long_ones() -> None:
+    """Where each has one tile, of heads that share keys, too, if query heads have tiles of their own."""
+    tiles = Tile((WAVE,), 64), Tile((WAVE, SHARED_WAVE), 128, launch=UNGROUPED), Tile((SHARED_WAVE,), 64, launch=UNGROUPED)
+    judge([dict(case, blocks=8) for tile in tiles for case in tile.cases("fused")])
 
 
 @pytest.mark.parametrize("width", SPLIT)
