@@ -15,6 +15,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import forked
+
 HAS_GPU = torch.cuda.is_available()
 os.environ["TRITON_INTERPRET"] = "0" if HAS_GPU else "1"  # read by every @triton.jit: tests import flashtile after this file
 
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What modules hold stays: no garbage collection looks through it again."""
     global _spent
-    _spent = sum(os.times()[:4])
+    _spent = _all_spent()
     gc.freeze()
     gc.set_threshold(20_000, 20)
 
@@ -64,12 +66,16 @@ CORE_SECONDS: Counter[str] = Counter()  # of tests that have run, by folder
 _spent = 0.0  # by this process and what it has started, when it last reported
 
 
+def _all_spent() -> float:
+    return sum(os.times()[:4]) + forked.SPENT[0]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Reports say what a test, its fixtures or their end have cost, also of what they started: xdist hands that on."""
     global _spent
     report = yield
-    before, _spent = _spent, sum(os.times()[:4])
+    before, _spent = _spent, _all_spent()
     report.core_seconds = _spent - before
     return report
 

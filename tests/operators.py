@@ -13,10 +13,15 @@ import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
+from flashtile.triton_glue.interpreter import narrow, widen
+
 Operator = Callable[[Any, Any], Any]
+new: Any = object.__new__
 
 SIGNED, UNSIGNED = ("int32", "int64"), ("uint32", "uint64")
 ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+DIVISIONS = {"floordiv": lambda a, b: (a - np.fmod(a, b)) // b, "mod": np.fmod}  # as C has them
+SHIFTS = {"lshift": np.left_shift, "rshift": np.right_shift}
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 COMPARISONS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal
@@ -35,47 +40,57 @@ def operators() -> dict[str, Callable[[Operator], Operator]]:
     made: dict[str, Callable[[Operator], Operator]] = {"__getitem__": _index, "to": _to}
     for computes, elements, answer in (
         (ARITHMETIC, (*SIGNED, *UNSIGNED, "fp16", "fp32", "fp64"), None),
+        (DIVISIONS, SIGNED, None),
+        ({"truediv": np.divide}, REALS, None),
         (BITS, (*SIGNED, *UNSIGNED, "int1"), None),
-        (COMPARISONS, (*SIGNED, *UNSIGNED, "fp32", "fp64"), core.int1),
+        (SHIFTS, (*SIGNED, *UNSIGNED), None),
+        (COMPARISONS, (*SIGNED, *UNSIGNED, *REALS), core.int1),
     ):
         for name, compute in computes.items():
-            made[f"__{name}__"] = _operator(compute, frozenset(elements), answer)
-            made[f"__r{name}__"] = _operator(lambda a, b, compute=compute: compute(b, a), frozenset(elements), answer)
-    return made
+            made[f"__{name}__"] = operator(compute, frozenset(elements), answer)
+            made[f"__r{name}__"] = operator(lambda a, b, compute=compute: compute(b, a), frozenset(elements), answer)
+    return {name: maker for name, maker in made.items() if hasattr(core.tensor, name)}
 
 
-def _operator(compute: Callable[[Any, Any], Any], elements: frozenset[str], answer: Any) -> Callable[[Operator], Operator]:
+def operator(
+    compute: Callable[[Any, Any], Any], elements: frozenset[str], answer: Any = None
+) -> Callable[[Operator], Operator]:
     """answer: the element type of what comes of it, where that is not the operands'."""
+    adds = compute is np.add
 
     def made(own: Operator) -> Operator:
         def operate(self: Any, other: Any) -> Any:
-            element, left, block = self.dtype, self.handle.data, _is_block(self)
+            element = self.dtype
+            block = self.type is not element
             if type(other) is core.tensor:
-                right, beside, block = other.handle.data, other.dtype, block or _is_block(other)
+                right, beside = other.handle.data, other.dtype
+                block = block or other.type is not beside
                 if beside.name != element.name:
-                    if compute is np.add and element.is_ptr() and beside.name in SIGNED:
+                    if adds and element.is_ptr() and beside.name in SIGNED:
                         right = right.astype(np.uint64) * _bytes(element)
-                    elif element.name in SIGNED and beside.name in SIGNED:
+                    elif element.name in SIGNED and beside.name in SIGNED and "int64" in elements:
                         element = core.int64
+                    elif element.name in REALS and beside.name in REALS and "fp64" in elements:
+                        element = core.float64
                     else:
                         return own(self, other)
                 elif element.name not in elements:
                     return own(self, other)
             else:
-                moves = compute is np.add and element.is_ptr()
-                right = _number("int64" if moves else element.name, getattr(other, "value", other))
+                moves = adds and element.is_ptr()
+                right = number_of("int64" if moves else element.name, getattr(other, "value", other))
                 if right is None or not (moves or element.name in elements):
                     return own(self, other)
                 if moves:
                     right = right.astype(np.uint64) * _bytes(element)
-            return _tensor(compute(left, right), answer or element, block)
+            return make_tensor(compute(self.handle.data, right), answer or element, block)
 
         return operate
 
     return made
 
 
-def _number(element: str, value: Any) -> Any:
+def number_of(element: str, value: Any) -> Any:
     """A number as it stands beside tensors of this element type; None where it is none, or Triton has to be asked."""
     if type(value) is not int and type(value) is not float:
         return None
@@ -99,29 +114,47 @@ def _is_block(tensor: Any) -> bool:
     return tensor.type is not tensor.dtype
 
 
-def _tensor(data: Any, element: Any, block: bool) -> Any:
-    kind = element
+def make_tensor(data: Any, element: Any, block: bool) -> Any:
+    """A tensor of this element type that holds the data."""
+    handle, tensor = new(interpreter.TensorHandle), new(core.tensor)
+    handle.data, handle.dtype, handle.attr = data, element, {}
+    tensor.handle, tensor.dtype, tensor.type = handle, element, element
     if block:
         key = element.name, data.shape
         if key not in kinds:
             kinds[key] = core.block_type(element, list(data.shape))
-        kind = kinds[key]
-    return core.tensor(interpreter.TensorHandle(data, element), kind)
+        tensor.type = kinds[key]
+    return tensor
 
 
 def _to(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor in another type of numpy's, or in its own."""
+    """A tensor in another type, in its own, or its bits as another one's."""
 
     def to(self: Any, dtype: Any, *rest: Any, **more: Any) -> Any:
+        element, data = getattr(dtype, "value", dtype).scalar, self.handle.data
+        pair = self.dtype.name, element.name
         if not rest and not more:
-            element = getattr(dtype, "value", dtype).scalar
-            if element.name == self.dtype.name:
+            if pair[0] == pair[1]:
                 return self
-            if self.dtype.name in PLAIN and element.name in PLAIN:
-                return _tensor(self.handle.data.astype(PLAIN[element.name]), element, _is_block(self))
+            if pair in CONVERSIONS:
+                return make_tensor(CONVERSIONS[pair](data), element, _is_block(self))
+        elif not rest and pair in SAME_BITS and len(more) == 1 and more.get("bitcast") is True:
+            return make_tensor(data.view(PLAIN[pair[1]]), element, _is_block(self))
         return own(self, dtype, *rest, **more)
 
     return to
+
+
+def _conversion(name: str) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda data: data.astype(PLAIN[name])
+
+
+SAME_BITS = frozenset((*zip(SIGNED, UNSIGNED, strict=True), *zip(UNSIGNED, SIGNED, strict=True)))
+CONVERSIONS: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = {
+    **{(a, b): _conversion(b) for a in (*PLAIN, "int1") for b in PLAIN},
+    ("fp32", "fp16"): lambda data: data.astype(np.float16), ("fp16", "fp32"): _conversion("fp32"),
+    ("fp32", "bf16"): narrow, ("bf16", "fp32"): widen,
+}  # fmt: skip
 
 
 def _index(own: Operator) -> Operator:
@@ -130,9 +163,9 @@ def _index(own: Operator) -> Operator:
     def index(self: Any, slices: Any) -> Any:
         if type(slices) is tuple and len(slices) == 2 and self.type.is_block() and self.handle.data.ndim == 1:
             if slices[1] is None and slices[0] == slice(None):
-                return _tensor(self.handle.data[:, None], self.dtype, True)
+                return make_tensor(self.handle.data[:, None], self.dtype, True)
             if slices[0] is None and slices[1] == slice(None):
-                return _tensor(self.handle.data[None, :], self.dtype, True)
+                return make_tensor(self.handle.data[None, :], self.dtype, True)
         return own(self, slices)
 
     return index
@@ -146,13 +179,15 @@ def quick_where(own: Callable[..., Any]) -> Callable[..., Any]:
         if condition.dtype.name == "int1" and tensors:
             element = tensors[0].dtype
             chosen = [
-                _number(element.name, operand) if type(operand) is not core.tensor
+                number_of(element.name, operand) if type(operand) is not core.tensor
                 else operand.handle.data if operand.dtype.name == element.name
                 else None
                 for operand in (x, y)
             ]  # fmt: skip
             if chosen[0] is not None and chosen[1] is not None:
-                return _tensor(np.where(condition.handle.data, *chosen), element, any(map(_is_block, (condition, *tensors))))
+                return make_tensor(
+                    np.where(condition.handle.data, *chosen), element, any(map(_is_block, (condition, *tensors)))
+                )
         return own(self, condition, x, y)
 
     where.__wrapped__ = own

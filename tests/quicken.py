@@ -1,10 +1,10 @@
 """Makes Triton's interpreter spend its time on the arithmetic: nothing that it computes changes.
 
-Everything here is bookkeeping that it does again at every operation (Triton 3.6): it searches triton.language for builtins at
-each call of a `@jit` function, spells the type of every tuple, checks and names the shape of every block, builds the table
-of numpy's types at every look into it, forms the terms of an overflow check that without debug=True it leaves out, looks for
-a common type of operands that have one, and makes the same blocks of the same numbers. What is left of an operator is
-tests/operators.py.
+Everything here is bookkeeping that it does again at every operation (Triton 3.6): it searches triton.language for builtins
+at each launch and each call of a `@jit` function, spells the type of every tuple, checks and names the shape of every
+block, builds the table of numpy's types at every look into it, forms the terms of an overflow check that without debug=True
+it leaves out, looks for a common type of operands that have one, and makes the same blocks of the same numbers. What is
+left of an operator is tests/operators.py, of a function tests/functions.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-from tests.operators import operators, quick_where
+from tests.functions import functions
+from tests.operators import make_tensor, operators, quick_where
 
 TRITON = "3.6."  # the releases whose interpreter it answers as; newer ones know -0.0
 
@@ -139,14 +140,39 @@ def _builtins() -> None:
             kwargs["_semantic"] = semantics
             return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, quick[name](call) if obj is core.tensor and name in quick else call)
+        quick = of_tensors if obj is core.tensor else of_language if member is own.get(name) else {}
+        scope.set_attr(obj, name, quick[name](call) if name in quick else call)
 
-    quick, convert = operators(), semantic.TritonSemantic.to_tensor
+    of_tensors, of_language, convert = operators(), functions(), semantic.TritonSemantic.to_tensor
+    own = {name: getattr(core, name) for name in of_language}  # before any of them is patched
+
+    numbers: dict[tuple[type, Any], Any] = {}
 
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
-        return x if type(x) is core.tensor else convert(self, x, check_type)
+        kind = type(x)
+        if kind is core.tensor or (kind is core.tuple and not check_type):
+            return x
+        if kind is int or kind is bool or (kind is float and (x > 0 or x < 0)):  # zeros have signs, and NaN equals nothing
+            key = kind, x
+            if key not in numbers:
+                numbers[key] = convert(self, x, check_type)
+            return make_tensor(numbers[key].handle.data, numbers[key].dtype, False)
+        return convert(self, x, check_type)
 
-    interpreter._patch_attr, semantic.TritonSemantic.to_tensor = patch, to_tensor
+    patched: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_all(obj: Any, builder: Any, scope: Any) -> None:
+        """Each builtin of `obj` that is not patched yet, with what was made for it at first."""
+        if obj not in patched:
+            patch_builtins(obj, builder, scope)
+            patched[obj] = [(name, getattr(obj, name)) for where, name, _ in scope._changes if where is obj]
+        for name, value in patched[obj]:
+            if getattr(obj, name) is not value:
+                scope.set_attr(obj, name, value)
+
+    patch_builtins = interpreter._patch_builtin
+    interpreter._patch_attr, interpreter._patch_builtin = patch, patch_all
+    semantic.TritonSemantic.to_tensor = to_tensor
     semantic.TritonSemantic.where = quick_where(semantic.TritonSemantic.where)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import triton
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+from tests.functions import functions
 from tests.operators import operators, quick_where
 from tests.quicken import TRITON
 
@@ -37,6 +39,8 @@ NUMBERS = (
     float("-inf"), float("nan"),
 )  # fmt: skip
 METHODS = operators()
+FUNCTIONS = functions()
+TRITONS = {name: getattr(member, "__wrapped__", member) for name in FUNCTIONS for member in [getattr(core, name)]}
 OWN = {name: getattr(member, "__wrapped__", member) for name in METHODS for member in [getattr(core.tensor, name)]}
 
 
@@ -72,7 +76,7 @@ def _language() -> Iterator[None]:
 
 
 def own_method(name: str) -> Any:
-    return lambda *arguments: OWN[name](*arguments, _semantic=SEMANTIC)
+    return lambda *arguments, **more: OWN[name](*arguments, **more, _semantic=SEMANTIC)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("__getitem__", "to")])
@@ -87,7 +91,8 @@ def test_operators_answer_as_tritons(name: str) -> None:
         left = draw(element, shape, 3)
         for value in (number, core.constexpr(number)):
             assert told(quick, left, value) == told(own, left, value), (element, shape, number)
-    assert left_to_own(draw(core.int32, (4, 1), 1), draw(core.int32, (1, 4), 2)).handle.data.shape == (4, 4)
+    element = core.float32 if "truediv" in name else core.int32
+    assert left_to_own(draw(element, (4, 1), 1), draw(element, (1, 4), 2)).handle.data.shape == (4, 4)
 
 
 def test_conversions_answer_as_tritons() -> None:
@@ -97,6 +102,8 @@ def test_conversions_answer_as_tritons() -> None:
         tensor = draw(a, shape, 1)
         for element in (b, core.constexpr(b)):
             assert told(quick, tensor, element) == told(own, tensor, element), (a, b, shape)
+            bits = partial(quick, bitcast=True), partial(own, bitcast=True)
+            assert told(bits[0], tensor, element) == told(bits[1], tensor, element), (a, b, shape)
 
 
 def test_rows_and_columns_are_tritons() -> None:
@@ -121,6 +128,118 @@ def test_choices_are_tritons() -> None:
         for choice in ((tensor, number), (number, tensor)):
             given = SEMANTIC, condition, *choice
             assert told(quick, *given) == told(own, *given), (shape, element, x, number)
+
+
+def language(name: str) -> tuple[Any, Any]:
+    """(Triton's own function, what stands for it here)."""
+    own = partial(TRITONS[name], _semantic=SEMANTIC)
+    return own, FUNCTIONS[name](own)
+
+
+def pointers(memory: np.ndarray, element: Any, shape: tuple[int, ...], step: int = 1) -> core.tensor:
+    """To elements of the memory, from the first on, every `step`-th."""
+    places = (np.arange(np.prod(shape, dtype=int)) * step % memory.size).reshape(shape or (1,))
+    kind = core.pointer_type(element)
+    data = (memory.ctypes.data + places * memory.itemsize).astype(np.uint64)
+    return core.tensor(interpreter.TensorHandle(data, kind), core.block_type(kind, list(shape)) if shape else kind)
+
+
+@pytest.mark.parametrize("step", [1, 3, 0])
+@pytest.mark.parametrize("element", ELEMENTS[:-1], ids=str)
+def test_memory_is_read_as_tritons_reads_it(element: Any, step: int) -> None:
+    own, quick = language("load")
+    memory = draw(element, (16, 32), 1).handle.data
+    for shape in ((), (1,), (16,), (16, 32)):
+        pointer = pointers(memory, element, shape, step)
+        masks = [draw(core.int1, s, 1) for s in (shape, (), (1, 32))]
+        masks.append(core.tensor(interpreter.TensorHandle(np.ones(shape or (1,), bool), core.int1), masks[0].type))
+        assert told(quick, pointer) == told(own, pointer)
+        for mask in masks:
+            for other in (None, 0, 0.0, -0.0, 1, 2.5, core.constexpr(0.0), draw(element, shape, 3)):
+                assert told(quick, pointer, mask, other) == told(own, pointer, mask, other), (shape, mask, other)
+    assert told(quick, pointer, None, 0.0) == told(own, pointer, None, 0.0) == "an error"
+    for name in (".cg", "evict_last", "no such"):
+        for hint in ({"cache_modifier": name}, {"eviction_policy": name}):
+            assert told(partial(quick, **hint), pointer) == told(partial(own, **hint), pointer), hint
+
+
+@pytest.mark.parametrize("step", [1, 3, 0])
+@pytest.mark.parametrize("element", ELEMENTS[:-1], ids=str)
+def test_memory_is_written_as_tritons_writes_it(element: Any, step: int) -> None:
+    own, quick = language("store")
+    written: list[Any] = []
+    for shape in ((), (16,), (16, 32)):
+        values = [draw(other, s, 3) for other in {element, core.float32, core.float64} for s in {shape, (), (1, 32), (1,)}]
+        for value, mask in itertools.product((*values, 1, 2.5), (None, *(draw(core.int1, s, 1) for s in (shape, (16, 1))))):
+            for store in (own, quick):
+                memory = draw(element, (16, 32), 1).handle.data.copy()
+                pointer = pointers(memory, element, shape, step)
+                how = told(lambda *given, store=store: (store(*given), "done")[1], pointer, value, mask)
+                written.append((how, memory.tobytes()))
+            assert written[-1] == written[-2], (shape, value, mask)
+    assert {how for how, _ in written} == {"done", "an error"}
+
+
+def test_misaligned_memory_is_read_and_written_too() -> None:
+    own, quick = language("load")[0], language("load")[1]
+    memory = np.arange(1, 66, dtype=np.uint8)
+    pointer = pointers(memory[1:].view(np.int8)[:63], core.int8, (8,), 4)
+    kind = core.pointer_type(core.int32)
+    pointer = core.tensor(interpreter.TensorHandle(pointer.handle.data, kind), core.block_type(kind, [8]))
+    assert told(quick, pointer) == told(own, pointer)
+    language("store")[1](pointer, draw(core.int32, (8,), 1))
+    assert told(own, pointer)[-1] == draw(core.int32, (8,), 1).handle.data.tobytes()
+
+
+def test_products_are_tritons() -> None:
+    own, quick = language("dot")
+    shapes = [
+        ((16, 32), (32, 16)),
+        ((2, 16, 16), (2, 16, 32)),
+        ((2, 2, 16, 16), (2, 2, 16, 16)),
+        ((16, 16), (32, 16)),
+        ((16, 8), (8, 16)),
+    ]
+    few = [(core.float32, core.float16), *((element, element) for element in ELEMENTS[:-1])]
+    for (element, other), (a, b) in itertools.product(few, shapes):
+        left, right = draw(element, a, 1), draw(other, b, 2)
+        sums = [None, *(draw(kind, (*a[:-1], b[-1]), 3) for kind in (core.float32, core.int32, core.float64, core.float16))]
+        for acc, precision in itertools.product((*sums, draw(core.float32, (16, 64), 3)), ("ieee", "no such")):
+            known = told(partial(own, input_precision=precision), left, right, acc)
+            for asked in 2 * [partial(quick, input_precision=precision)]:  # the second time it is remembered
+                assert told(asked, left, right, acc) == known, (element, other, a, b, acc)
+
+
+def test_numbers_in_a_row_and_alike_are_tritons() -> None:
+    own, quick = language("arange")
+    for ends in ((0, 16), (core.constexpr(16), core.constexpr(64)), (0, 12), (16, 0), (0, 16)):
+        assert told(quick, *ends) == told(own, *ends)
+    own, quick = language("full")
+    for shape, number, element in itertools.product(((16,), (16, 32), (), (12,)), NUMBERS, ELEMENTS[:-1]):
+        for n in (shape, [core.constexpr(n) for n in shape], core.tuple([core.constexpr(n) for n in shape])):
+            for value in (number, core.constexpr(number), draw(element, (), 1)):
+                assert told(quick, n, value, element) == told(own, n, value, element), (shape, number, element)
+
+
+def test_what_is_turned_is_tritons() -> None:
+    own, quick = language("trans")
+    for element, shape in itertools.product(ELEMENTS, (*SHAPES, (16, 32))):
+        tensor = draw(element, shape, 1)
+        for dims in ((), (1, 0), ((1, 0),), (0, 2, 1)):
+            assert told(quick, tensor, *dims) == told(own, tensor, *dims), (element, shape, dims)
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_extremes_are_tritons(name: str) -> None:
+    own, quick = language(name)
+    for a, b in itertools.product(ELEMENTS[:-1], ELEMENTS[:-1]):
+        for x, y in itertools.product(FEW, repeat=2):
+            assert told(quick, draw(a, x, 1), draw(b, y, 2)) == told(own, draw(a, x, 1), draw(b, y, 2)), (a, b, x, y)
+    nan = {"propagate_nan": core.PropagateNan.ALL}
+    for element, shape, number in itertools.product(ELEMENTS[:-1], FEW, NUMBERS):
+        for pair in ((draw(element, shape, 3), number), (core.constexpr(number), draw(element, shape, 3)), (number, number)):
+            assert told(quick, *pair) == told(own, *pair), (element, shape, number)
+            assert told(partial(quick, **nan), *pair) == told(partial(own, **nan), *pair), (element, shape, number)
 
 
 def test_float64_and_bfloat16_become_each_other() -> None:

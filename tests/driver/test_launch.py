@@ -51,6 +51,7 @@ def printed(tmp_path: Path, script: str, *arguments: str) -> list[str]:
     [
         "attention(q=2x257x8x128,kv=300x2x128,bf16,band=:0,score=softcap(30.0))",
         "attention(q=1x128x2x64,kv=128x2x64,fp16)",
+        "attention(q=1x1024x4x64,kv=1024x2x64,fp16)",  # dk and dv of query heads are summed
         # strides that equal 1, inside tuples
         "attention(q=2x70x4x16,kv=40x2x16,fp16,where=block_table(128;128;2x4x1x1:bool),blocks=128x128)",
     ],

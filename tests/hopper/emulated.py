@@ -4,8 +4,8 @@ python -m tests.hopper.emulated CASE ...
 
 A case is JSON: {"problem": its spelling, "pass": "forward", "watched", "fused" or "split", "dlse": whether lse has a gradient,
 "wide_keys": whether dk and dv are float32, "launch": fields of the tile that is not the chosen one, "drift": by how much
-each key's scores exceed those of the key before, "leaves": outputs whose address is 0}. A line is {"errors": {name: largest
-error / largest element}}, or {"failure": ...} where the run ended early.
+each key's scores exceed those of the key before, "leaves": outputs whose address is 0, "blocks": how many run side
+by side}. A line is {"errors": {name: largest error / largest element}}, or {"failure": ...} where the run ended early.
 """
 
 # ruff: noqa: E402 (kernels are imported once the emulator stands under them)
@@ -48,9 +48,10 @@ def plan_of(case: dict[str, Any], problem: AttentionProblem) -> Plan:
     if case["pass"] in ("forward", "watched"):
         kept = frozenset(case.get("keeps", ROW_STATISTICS) if case["pass"] == "watched" else ())
         return BACKEND.forward(problem, H100, replace(choose_forward(problem, H100), **overrides), kept)
-    launch = replace(choose_backward(problem, H100, case["pass"] == "split"), **overrides)
+    chosen = choose_backward(problem, H100, case["pass"] == "split", overrides.get("ungrouped", False))
+    launch = replace(chosen, **overrides)
     gradients = Gradients(dlse=case.get("dlse", False), wide_keys=case.get("wide_keys", False))
-    return BACKEND.backward(problem, SMALL, gradients, case["pass"], launch)
+    return BACKEND.backward(problem, replace(SMALL, sm_count=Grid.FEW), gradients, case["pass"], launch)
 
 
 def draw(problem: AttentionProblem, drift: float = 0.0) -> Tensors:
@@ -107,6 +108,11 @@ EMPTY_STRIDED = torch.empty_strided
 
 def assess(case: dict[str, Any]) -> dict[str, Any]:
     """The errors of a case's results."""
+    with patch.object(Grid, "FEW", case.get("blocks", Grid.FEW)):
+        return _assess(case)
+
+
+def _assess(case: dict[str, Any]) -> dict[str, Any]:
     problem = AttentionProblem.parse(case["problem"])
     tensors = draw(problem, case.get("drift", 0.0))
     exact = expect(problem, tensors, case.get("dlse", False))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compile.covering import some_whole
-from tests.hopper.emulating import emulate
+from tests.hopper.emulating import emulate, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 2e-3  # of the largest element; rounding inputs, probabilities and results to fp16 costs 3e-4 to 6e-4
 
 # batch x seqlen_q x heads_q and seqlen_k x heads_kv, what else the problem says, and whether lse has a gradient
@@ -43,6 +38,8 @@ HALVED = (HALVES, HALVES_WINDOW, HALVES_BROAD, HALVES_LEFT, HALVES_TAIL)
 STRIPE: Sizes = ("1x150x1", "420x1", ",band=200:-70", False)
 SOFTCAP: Sizes = ("1x140x1", "150x1", ",band=:0,score=softcap(2.0)", False)
 MODIFIERS: Sizes = ("1x140x2", "150x2", ",score=softcap(30.0)+alibi(1x2:fp32)", True)
+WAVE: Sizes = ("1x400x2", "400x2", ",band=:0", False)  # four tiles a head
+SHARED_WAVE: Sizes = ("1x400x2", "400x1", ",band=:0", False)
 NEGATIVE: Sizes = ("1x130x1", "130x1", ",scale=-0.2", False)
 LONGER: Sizes = ("1x400x1", "2100x1", "", False)
 LONGER_CAUSAL: Sizes = ("1x70x1", "8200x1", ",band=:0", False)
@@ -74,6 +71,7 @@ class Tile:
 SMALL = dict(block_q=64)
 APART_DOUT, JOINED, CONVERTED = dict(joined=False), dict(joined=True, stages=2), dict(converts=True)
 NARROW = dict(narrow=True)
+UNGROUPED = dict(ungrouped=True)
 APART = dict(groups=3, turns=False, loader_warps=1, apart=True)
 FORWARD = {
     "head_dim64": (
@@ -113,6 +111,7 @@ BACKWARD = {
         Tile((UNSEEN_QUERIES, LEFT, SHARED_HEADS, SOFTCAP), 64, launch=APART_DOUT),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS, MODIFIERS), 64, launch=CONVERTED),
         Tile((GROUPED, STRIPE), 40, launch=CONVERTED),
+        Tile((GROUPED, SHARED_HEADS), 64, launch=UNGROUPED),
     ),
     "head_dim128": (
         Tile(ALL, 128),
@@ -120,6 +119,8 @@ BACKWARD = {
         Tile((CAUSAL, UNSEEN_QUERIES, LEFT, SHARED_HEADS), 128, deterministic=True),
         Tile((CAUSAL, SHARED_HEADS), 128, launch=dict(stages=2, swizzle=3)),
         Tile((GROUPED, LEFT), 128, launch=dict(interleaves=True)),
+        Tile((GROUPED, SHARED_HEADS, LEFT, TINY), 128, launch=dict(UNGROUPED, joined=False, stages_dout=2)),
+        Tile((GROUPED, SHARED_HEADS), 128, launch=dict(UNGROUPED, joined=False, stages=2, stages_dout=2, converts=True)),
         Tile((TINY, CAUSAL, UNSEEN_QUERIES, LEFT), 128, launch=CONVERTED),
         Tile((UNSEEN_QUERIES,), 96, launch=CONVERTED),
         Tile((CAUSAL, MODIFIERS), 80, 40),
@@ -161,9 +162,7 @@ def judge(cases: list[dict[str, Any]], script: str = "emulated", limit: float = 
 
 
 def test_registers_keep_what_the_contract_names() -> None:
-    command = [sys.executable, "-m", "tests.hopper.emulated_dropout"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = run("emulated_dropout")
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-4000:]
 
 
@@ -200,6 +199,12 @@ def test_statistics_are_of_an_item_s_own_rows() -> None:
 @pytest.mark.parametrize("width", BACKWARD)
 def test_the_backward_is_exact(width: str) -> None:
     judge([case for tile in BACKWARD[width] for case in tile.cases("fused")])
+
+
+def test_blocks_of_short_tiles_take_steps_of_long_ones() -> None:
+    """Where each has one tile, of heads that share keys, too, if query heads have tiles of their own."""
+    tiles = Tile((WAVE,), 64), Tile((WAVE, SHARED_WAVE), 128, launch=UNGROUPED), Tile((SHARED_WAVE,), 64, launch=UNGROUPED)
+    judge([dict(case, blocks=8) for tile in tiles for case in tile.cases("fused")])
 
 
 @pytest.mark.parametrize("width", SPLIT)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.hopper.emulating import run
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results are rounded to 2e-3 each
 
 
@@ -23,11 +20,9 @@ LIMIT = 5e-3  # of the largest element, in bf16, whose probabilities and results
 def test_random_calls(first: int, count: int, stored: bool, full: bool, latent: bool) -> None:
     what = {"stored": stored, "full": full, "latent": latent}
     cases = [json.dumps({"seed": seed, **what}) for seed in range(first, first + count)]
-    command = [sys.executable, "-m", "tests.hopper.emulated_cached", *cases]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    rows = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(rows) == count, run.stderr
+    done = run("emulated_cached", *cases)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == count, done.stderr
     for seed, row in enumerate(rows, first):
         assert "failure" not in row, f"seed {seed}: {row}"
         assert row["errors"]["out"] <= LIMIT, f"seed {seed}: {row}"

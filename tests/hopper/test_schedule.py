@@ -95,3 +95,48 @@ def test_all_heads_go_together_where_the_cache_holds_them() -> None:
     launch = choose_forward(problem(1, 4096, 16, ",band=:0"), H100)
     assert launch.resident
     assert launch.swizzle == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rest", "ungrouped"),
+    [
+        ("q=2x3000x20x128,kv=3000x4x128", "", True),  # 192 tiles for 132 blocks, or 960
+        ("q=2x3000x20x128,kv=3000x4x128", ",band=:0", True),
+        ("q=1x2048x32x128,kv=2048x8x128", "", False),  # 128 tiles, or 512: in either way four of a head for a block
+        ("q=1x2048x32x128,kv=2048x8x128", ",band=:0", True),
+        ("q=1x1024x32x128,kv=1024x8x128", "", True),
+        ("q=1x4096x32x128,kv=4096x8x128", ",band=:0", False),
+        ("q=2x4096x64x128,kv=4096x8x128", "", False),
+        ("q=1x1000x32x128,kv=1000x8x128", "", False),
+        ("q=1x1024x32x128,kv=1024x32x128", "", False),
+        ("q=1x1024x32x192,kv=1024x8x192", "", False),
+        ("q=2x3000x20x128,kv=3000x4x128", ",deterministic", False),
+        ("q=2x3000x20x128,kv=3000x4x128", ",dropout=0.1", False),
+        ("q=2x3000x20x128,kv=3000x4x128", ",score=softcap(30.0)", False),
+        ("q=2x3000x20x128,kv=3000x4x128", ",sink=20:fp32", False),
+        ("q=2x3000x20x128,kv=3000x4x128", ",used=qk", False),
+    ],
+)
+def test_query_heads_that_share_keys_have_tiles_of_their_own(sizes: str, rest: str, ungrouped: bool) -> None:
+    p = AttentionProblem.parse(f"attention({sizes},bf16{rest})")
+    launch, fired = backward_choice(p, H100)
+    assert launch.ungrouped == ungrouped
+    assert any("tiles of its own" in line for line in told(fired)) == ungrouped
+    assert not choose_backward(p, H100, split=True).ungrouped
+    assert not launch.interleaves or not ungrouped
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "rest", "swizzle", "converts"),
+    [
+        (16384, ",band=:0", 4, True),
+        (32768, ",band=:0", 4, False),
+        (65536, ",band=:0", 1, False),  # not measured
+        (32768, ",band=:0,score=softcap(30.0)", 1, False),
+        (32768, "", 1, False),
+    ],
+)
+def test_long_causal_heads_go_together_and_leave_dq_to_a_pass(seqlen: int, rest: str, swizzle: int, converts: bool) -> None:
+    launch, fired = backward_choice(problem(1, seqlen, 16, rest), H100)
+    assert (launch.swizzle, launch.converts) == (swizzle, converts)
+    assert any("long causal tiles" in line for line in told(fired)) == (seqlen == 32768 and rest == ",band=:0")

@@ -99,7 +99,8 @@ def test_which_pass_over_keys_makes_dq_too(text: str, converts: bool) -> None:
     ("q=1x384x16x128,kv=384x16x128,bf16,band=:0", False),  # three tiles of a head: nothing to share evenly
     ("q=1x1024x16x128,kv=1024x16x128,bf16", False),
     ("q=1x1024x16x128,kv=1024x16x128,bf16,band=300:0", False),
-    ("q=1x1024x16x128,kv=1024x8x128,bf16,band=:0", False),
+    ("q=1x1024x16x128,kv=1024x8x128,bf16,band=:0", True),  # query heads that share keys have tiles of their own
+    ("q=1x1000x16x128,kv=1000x8x128,bf16,band=:0", False),  # here they have not
     ("q=1x1024x8x256,kv=1024x8x256,bf16,band=:0", False),
     ("q=1x1024x16x128,kv=1024x16x128,bf16,band=:0,deterministic", False),
 ])  # fmt: skip

@@ -65,6 +65,7 @@ def statistics(q: Any, k: Any, v: Any) -> Any:
 
 
 QKV = array(2, 256, 4, 64), array(2, 256, 2, 64), array(2, 256, 2, 64)
+LONG = array(1, 1024, 4, 64), array(1, 1024, 2, 64), array(1, 1024, 2, 64)
 BYTES = tuple(array(*x.shape, dtype=jnp.float8_e4m3fn) for x in QKV[1:])
 WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
 
@@ -74,6 +75,7 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
     [
         (lambda q, k, v: dot_product_attention(q, k, v), QKV, 1),
         (gradient(), QKV, 4),  # Hopper: forward, rows, keys, dq
+        (gradient(), LONG, 5),  # and the sums of dk and dv of query heads that share keys
         (gradient(backward="split"), QKV, 4),  # forward, delta, queries, keys
         (gradient(backward="fused", implementation="triton"), QKV, 5),  # forward, delta, queries, keys, conversion
         (gradient(backward="xla"), QKV, 1),
@@ -94,8 +96,8 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
         (statistics, QKV, 5),  # forward, rows' statistics, mass, the entropy's queries and keys
     ],
     ids=[
-        *("forward", "hopper", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi", "bias"),
-        *("causal-bias", "varlen", "stored", "stored-long", "statistics"),
+        *("forward", "hopper", "hopper-ungrouped", "split", "fused", "xla-backward", "xla", "dropout", "fp32", "vmap", "alibi"),
+        *("bias", "causal-bias", "varlen", "stored", "stored-long", "statistics"),
     ],
 )  # fmt: skip
 def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:

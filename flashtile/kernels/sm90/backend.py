@@ -13,7 +13,7 @@ from flashtile.kernels.device.dropout import origin_refusals
 from flashtile.kernels.device.mask import predicates
 from flashtile.kernels.device.score import chain, form_of, uneven_refusals
 from flashtile.kernels.device.small import is_small
-from flashtile.kernels.device.sums import sum_partials
+from flashtile.kernels.device.sums import HeadSums, sum_heads, sum_partials
 from flashtile.kernels.device.varlen import Schedules, most_tiles, padded_total
 from flashtile.kernels.sm90.cached.plan import plan_cached
 from flashtile.kernels.sm90.host.arguments import block_lists, over_queries, product_scale
@@ -34,6 +34,7 @@ from flashtile.kernels.sm90.host.tile_backward import (
     backward_tiles,
     make_backward_tile,
     padded_queries,
+    tiled,
 )
 from flashtile.kernels.sm90.host.tile_forward import (
     COPIED_KEYS,
@@ -243,6 +244,7 @@ class HopperBackend:
         launch = replace(launch, converts=launch.converts and "q" in gradients.wanted)
         form, schedules = form_of(p, gradients=stored(p) is None), Schedules(p)
         tile, padded, counts = make_backward_tile(p, launch, form, split), padded_queries(p), integers(p)
+        heads_kv = tiled(p, launch).heads_kv
         spares = tile.modifiers.spares and not gradients.dlse  # which such a key gets, too, and delta alone knows
         tile = replace(
             tile, outputs=replace(tile.outputs, wide_keys=gradients.wide_keys), modifiers=replace(tile.modifiers, spares=spares)
@@ -254,8 +256,8 @@ class HopperBackend:
             biased = Descriptor(f"score.{tile.modifiers.early}.0", (1, 1, tile.block_q, GROUP_ROWS), axes=(0, 1, 2, 3))
         tiles, varlen = backward_tiles(p, launch), p.lengths.varlen
         schedule = schedules.of(launch.block_k, over_keys=True)
-        region = schedule, padded if varlen else None, schedule and tiles // p.heads_kv
-        flags = tiles // 2 if tile.outputs.pairs_ds else p.batch * p.heads_kv if tile.pipeline.converts else 0
+        region = schedule, padded if varlen else None, schedule and tiles // heads_kv
+        flags = tiles // 2 if tile.outputs.pairs_ds else p.batch * heads_kv if tile.pipeline.converts else 0
         row_region = schedules.of(PADDED_ROWS), region[1]
         rows_per_head = most_tiles(p.span_q, p.batch, PADDED_ROWS if tile.items.ragged else GROUP_ROWS, p.lengths.varlen)
         if not tile.items.ragged:
@@ -282,7 +284,12 @@ class HopperBackend:
         formed = {n for part in parts for n in part.makes}
         unasked = formed - gradients.wanted - {"q"}
         stored_in = keys_dtype(p, tile.outputs.wide_keys)
-        scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
+        made = {n: f"d{n}" for n in "kv"}  # by the passes over keys
+        if launch.ungrouped:
+            made = {n: f"d{n}.heads" for n in "kv"}
+            scratch += [Buffer(name, shapes(tiled(p, launch))[n], stored_in, "scratch") for n, name in made.items()]
+        else:
+            scratch += [Buffer(f"d{n}", shapes(p)[n], stored_in, "scratch", like=n) for n in sorted(unasked)]
         dlse, sink = "dlse" if gradients.dlse else None, None if p.sink is None else "sink"
         sunk = None
         if p.sink is not None and p.sink.grad:
@@ -312,7 +319,7 @@ class HopperBackend:
             early=True,
         )
         alone = p.lengths.varlen or tile.outputs.wide_keys  # rows that the copy engine does not write
-        whole = [(Pointer(f"d{n}"), Strides(f"d{n}")) if alone and n in formed else None for n in "kv"]
+        whole = [(Pointer(name), Strides(name)) if alone and n in formed else None for n, name in made.items()]
         dq = (Pointer("dq", addressable=True), Strides("dq"), p.scale_value) if tile.pipeline.converts else None
         keys = [
             KernelCall(
@@ -323,8 +330,8 @@ class HopperBackend:
                     Descriptor("k", (1, 1, GROUP_ROWS, part.columns)),
                     Descriptor("v", (1, 1, GROUP_ROWS, part.columns_v)) if part.outputs.dk else None,
                     Descriptor("dout", (1, 1, part.block_q, part.columns_v)),
-                    Descriptor("dk", (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
-                    Descriptor("dv", (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
+                    Descriptor(made["k"], (1, 1, GROUP_ROWS, part.columns_stored)) if part.outputs.dk else None,
+                    Descriptor(made["v"], (1, 1, GROUP_ROWS, part.columns_v_stored)) if part.outputs.dv else None,
                     Descriptor("rows", (1, 1, 1, part.block_q), axes=(0, 1, 2, 3), swizzled=False),
                     sums_dq and Descriptor("dq_sum", (1, 1, part.columns_added // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
                     biased,
@@ -355,6 +362,8 @@ class HopperBackend:
             sums = sums_dq, None if tile.clears else locks
             args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, row_region)
             calls.append(replace(rows, kernel=attention_dq, args=args))
+        if launch.ungrouped:
+            calls += head_sums(p, [n for n in "kv" if n in gradients.wanted])
         if sunk:
             args = (sunk, None, Pointer("dsink"), rows_per_head, p.heads_q)
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
@@ -381,6 +390,17 @@ BACKEND = HopperBackend()
 
 # of the passes before and after: 64 queries of a head, which wait for memory (docs/lab/hopper-backward.md)
 ROW_WARPS, ROW_REGISTERS = 8, 64
+
+
+def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:
+    """dk and dv ("k", "v"), of those that are wanted, from the gradients that query heads have made apart."""
+    if not names:
+        return []
+    tile = HeadSums(p.group, tuple(p.head_dim if n == "k" else p.head_dim_v for n in names))
+    grid = (-(-p.span_k // tile.rows) * p.heads_kv * p.slabs, 1, 1)
+    sources, targets = (tuple(Pointer(f"d{n}{tail}") for n in names) for tail in (".heads", ""))
+    args = (sources, targets, tuple(Strides(f"d{n}") for n in names), p.span_k, p.heads_kv)
+    return [KernelCall(sum_heads, grid, args, (("T", tile),), 4, 1)]
 
 
 def turn_values(p: AttentionProblem, tile: ForwardTile, schedules: Schedules) -> tuple[list[KernelCall], list[Buffer]]:

@@ -16,6 +16,7 @@ from flashtile.kernels.sm90.backward.scores import (
     blank_keys,
     differentiate,
     modified,
+    spared,
     starts,
     weigh,
 )
@@ -122,6 +123,9 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = multiply_pieces(weights, dout, dv, COLUMNS_V, T.pieces_v)
+        if T.modifiers.spares and T.mask.any and not T.modifiers.curved:
+            if masked:  # before the wait: what follows it is not cut in two
+                slope = spared(slope, slope)
         if not T.douts_first:
             dp = warpgroup_mma_wait((2 if T.pieces_v else 1) if T.outputs.dv else 0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
@@ -482,6 +486,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         tiles = gl.cdiv(seqlen_k, T.mask.blocks_k) * (T.mask.blocks_k // T.block_k) * k_desc.shape[0] * k_desc.shape[1]
     else:
         tiles = gl.cdiv(seqlen_k, T.block_k) * k_desc.shape[0] * k_desc.shape[1]
+        if T.shares > 1:
+            tiles = tiles * T.shares
     if T.schedule.helps:  # as many first jobs, and second ones
         tiles = 2 * tiles
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)

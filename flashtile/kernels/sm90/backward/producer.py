@@ -41,11 +41,14 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
             tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
         BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.outputs.dk else 0)
         bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
+        shared = place.head_kv
+        if T.shares > 1:
+            shared = place.head_kv // T.shares
         for i in gl.static_range(KEY_TILES):
             key = place.first_k + place.column + i * 64
-            tma_load(k_desc, [place.slab, place.head_kv, key, 0], bar, memory.k.index(i))
+            tma_load(k_desc, [place.slab, shared, key, 0], bar, memory.k.index(i))
             if T.outputs.dk:
-                tma_load(v_desc, [place.slab, place.head_kv, key, 0], bar, memory.v.index(i))
+                tma_load(v_desc, [place.slab, shared, key, 0], bar, memory.v.index(i))
         taken = tickets
         if T.schedule.resident and not T.takes_late:
             taken = following(counter_ptr, T)

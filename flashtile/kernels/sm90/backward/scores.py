@@ -247,9 +247,6 @@ def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, wor
 @gluon.jit
 def differentiate(slope, dp, delta, first_query, first_key, masked, sizes, band, T: gl.constexpr):
     """The gradient of the scaled product; `slope` as `weigh` has it."""
-    if T.modifiers.spares and T.mask.any and not T.modifiers.curved:
-        if masked:
-            slope = spared(slope, slope)
     if T.modifiers.folds:
         ds = slope * dp
     else:

@@ -15,6 +15,7 @@ from flashtile.kernels.sm90.host.tile_backward import (
     narrows,
     queries_bytes,
     rotates,
+    tiled,
 )
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, columns_of
 from flashtile.plan.device import Device
@@ -76,6 +77,13 @@ BACKWARD = {
     ),
 }
 
+UNGROUPED = BackwardTiling(
+    BackwardLaunch(ungrouped=True),
+    "tiles of heads that share keys would be long and few: each query head has tiles of its own, whose dk and dv are summed",
+    "an H200, 2026-11-30: 2 x 3000, 20 heads for 4, of 128 columns, 0.973 to 0.823 ms, causal 0.529 to 0.444; not 1 x 2048, 32 "
+    "for 8, whose tiles fill one round: 0.288, 0.314",
+)
+
 
 def is_split(problem: AttentionProblem, variant: Variant) -> bool:
     """Whether dq is made by a pass over queries: where it is asked for, and where shares in a fixed order would cost more.
@@ -95,16 +103,21 @@ def is_split(problem: AttentionProblem, variant: Variant) -> bool:
 BRIEF = 1024
 
 
-def choose_backward(problem: AttentionProblem, device: Device, split: bool = False) -> BackwardLaunch:
+def choose_backward(
+    problem: AttentionProblem, device: Device, split: bool = False, ungrouped: bool | None = None
+) -> BackwardLaunch:
     """The tile of the passes over keys."""
-    return backward_choice(problem, device, split)[0]
+    return backward_choice(problem, device, split, ungrouped)[0]
 
 
 def backward_choice(
-    problem: AttentionProblem, device: Device, split: bool = False
+    problem: AttentionProblem, device: Device, split: bool = False, ungrouped: bool | None = None
 ) -> tuple[BackwardLaunch, tuple[Reason, ...]]:
-    """The tile of the passes over keys, and the rules that fired."""
+    """The tile of the passes over keys, and the rules that fired. ungrouped: instead of what the rule says of it."""
     asked = Asked(problem, device, split)
+    if is_ungrouped(problem, device, split) if ungrouped is None else ungrouped:
+        launch, fired = backward_choice(tiled(problem, UNGROUPED.launch), device)
+        return replace(launch, ungrouped=True), (UNGROUPED, *fired)
     tiling = BACKWARD[asked.width]
     fired = list[Reason]([tiling])
     launch = apply_all(TILES, asked, tiling.launch, fired)
@@ -130,7 +143,8 @@ def converts(problem: AttentionProblem, form: Form, launch: BackwardLaunch, devi
         gains = p.band.right is None
     else:
         simple = not (launch.parted or p.group > 1 or form.adds or form.prescale)
-        gains = simple and (p.band.right is not None or p.seqlen_k <= FEW_KEYS)
+        brief = p.seqlen_k <= FEW_KEYS if p.band.right is None else queries_bytes(p) <= CACHED_BYTES
+        gains = simple and brief
     return gains and backward_tiles(p, launch) > FEW_TILES * device.sm_count
 
 
@@ -148,17 +162,24 @@ def is_one_wave(problem: AttentionProblem, launch: BackwardLaunch, device: Devic
     return causal and p.seqlen_k > 3 * launch.block_k and tiles <= device.sm_count and tiles <= COUNTS - 4
 
 
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether nothing but a band stands beside q, k and v."""
+    p = problem
+    return not (p.score or p.where or p.blocks is not None or p.lengths.ragged or p.sink is not None or p.dropout is not None)
+
+
 def is_narrow(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
     """Whether products leave a quarter of 128 columns out: of problems that a GPU has run so, without modifiers and lists."""
     p = problem
-    plain = not (p.score or p.where or p.blocks is not None or p.lengths.ragged or p.sink is not None or p.dropout is not None)
-    return plain and narrows(p, launch) and 4 * max(p.head_dim, p.head_dim_v) <= 3 * columns_of(p.head_dim)
+    return is_plain(p) and narrows(p, launch) and 4 * max(p.head_dim, p.head_dim_v) <= 3 * columns_of(p.head_dim)
 
 
 CACHED_BYTES = 24 << 20
 GROUPED_BYTES = 128 << 20  # the same of grouped heads, whose tiles are long and few
+LONG_BYTES = 48 << 20  # the same of causal ones, whose tiles begin apart
 LISTED_BYTES = 16 << 20
 DOCUMENTS = STAGGERED = 8
+MANY_QUERIES = 1024  # beside whose steps the sums of a tile's dk and dv count little
 
 
 def is_grouped(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
@@ -166,11 +187,36 @@ def is_grouped(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
     return problem.group > 1 and not (launch.parted or problem.lengths.ragged or problem.blocks is not None)
 
 
+def is_ungrouped(problem: AttentionProblem, device: Device, split: bool) -> bool:
+    """Whether query heads that share keys have tiles of their own: where those of groups would leave many blocks without one.
+
+    Tiles under a causal mask differ in length: those of a group are chosen for where blocks have more than 1.5 of them. Others
+    where their last round is full, or they have so many rounds that it counts little; apart must be 1.2 times as short.
+    """
+    p = problem
+    narrow = max(columns_of(p.head_dim), columns_of(p.head_dim_v)) <= 128
+    if p.group == 1 or split or p.deterministic or p.seqlen_q < MANY_QUERIES or not (narrow and is_plain(p)):
+        return False
+    tiles, blocks = backward_tiles(p, BackwardLaunch()), device.sm_count
+    if p.band.right is not None and p.band.left is None and p.seqlen_q == p.seqlen_k:
+        return 2 * tiles <= 3 * blocks
+    rounds, apart = ceil(tiles / blocks) * p.group, ceil(tiles * p.group / blocks)
+    return 5 * rounds >= 6 * apart
+
+
 def interleaves(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
     """Whether tiles of grouped heads walk their queries once for all heads of a group (docs/lab/hopper-backward.md)."""
     if not is_grouped(problem, launch) or paired(problem):  # a second entry's ds is brought back head by head
         return False
     return problem.band.right is None or queries_bytes(problem) > GROUPED_BYTES
+
+
+def is_long(problem: AttentionProblem) -> bool:
+    """Whether the cache does not hold a plain causal head's queries, but four heads together gain all the same."""
+    p = problem
+    causal = p.band.right is not None and p.band.left is None and p.group == 1 and not p.deterministic
+    wide = max(columns_of(p.head_dim), columns_of(p.head_dim_v)) == 128
+    return is_plain(p) and causal and wide and CACHED_BYTES < queries_bytes(p) <= LONG_BYTES
 
 
 def _is_staggered(asked: Asked, launch: BackwardLaunch) -> bool:
@@ -290,6 +336,13 @@ HEADS: Rules = (
         "tiles of grouped heads are long and few: heads go together, so that no block is left with a long one",
         "an H200, 2026-11-29: causal 1 x 8192, 40 heads for 8, 128 columns, by four 1.20 of the speed of one by one, 64 for 8 "
         "1.16; 64 columns 1.22, 32 for 4 1.46; 1 x 16384, 16 for 4, 1.00",
+    ),
+    Rule(
+        lambda a, _: not a.split and is_long(a.problem),
+        lambda _, launch: launch,
+        "long causal tiles: heads go together, so that few blocks are left with a long one at the end",
+        "an H200, 2026-11-30: 1 x 32768 x 16 x 128, where a warp of this pass makes dq 18.06 ms by one, 16.75 by four heads; "
+        "where a pass behind it does 16.77, 16.40",
     ),
     Rule(
         lambda a, launch: queries_bytes(a.problem) > CACHED_BYTES and not (a.problem.lengths.ragged or launch.parted),

@@ -33,6 +33,7 @@ class BackwardLaunch:
     converts: bool = False  # a warp makes dq of the sum of heads that are done; otherwise a pass behind it does
     interleaves: bool = False  # a tile of grouped heads walks queries once, all heads of its group at each place
     narrow: bool = False  # of 128 columns, products leave out the last quarter where no head dim reaches it
+    ungrouped: bool = False  # each query head has tiles of its own; dk and dv of heads that share keys are summed behind
 
     @property
     def block_k(self) -> int:
@@ -46,7 +47,9 @@ class BackwardLaunch:
     def spell(self) -> str:
         words = [f"{self.block_q}x{self.block_k}", f"stages={self.stages},{self.stages_dout}", f"swizzle={self.swizzle}"]
         words += [f"resident={self.resident}", *[f"pieces={self.pieces}"] * (self.pieces > 1)]
-        words += [w for w in ("parted", "helps", "joined", "converts", "interleaves", "narrow") if getattr(self, w)]
+        words += [
+            w for w in ("parted", "helps", "joined", "converts", "interleaves", "narrow", "ungrouped") if getattr(self, w)
+        ]
         return " ".join(words)
 
 
@@ -139,7 +142,8 @@ class BackwardTile(Narrow):
     head_dim_v: int
     columns: int  # head_dim, padded to what a tile can have
     columns_v: int
-    group: int  # query heads per key/value head
+    group: int  # query heads per key/value head, of whose keys a tile makes the whole gradients
+    shares: int  # query heads per key/value head, of whose keys each has a tile of its own ("ungrouped"); then group is 1
     narrow: bool  # products of 128 columns leave out a quarter that is padding, as those of parted ones do (43)
     mask: BackwardMask
     items: Items
@@ -330,7 +334,7 @@ def queries_bytes(problem: AttentionProblem) -> int:
 
 
 def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: Form, split: bool = False) -> BackwardTile:
-    p = problem
+    p = tiled(problem, launch)
     deterministic = p.deterministic and not split  # without shares of dq every order is fixed
     folds = not (form.prescale or p.dropout is not None or launch.parted)
     brought = -1 if form.prescale or form.curved or launch.parted else copied(p, form)
@@ -341,6 +345,7 @@ def make_backward_tile(problem: AttentionProblem, launch: BackwardLaunch, form: 
         columns=columns_of(p.head_dim),
         columns_v=columns_of(p.head_dim_v),
         group=p.group,
+        shares=problem.group // p.group,
         narrow=launch.narrow and narrows(p, launch),
         mask=BackwardMask.of(p, p.lengths.ragged or p.seqlen_k % launch.block_k != 0, blanks=unseen(p)),
         items=Items.of(p),
@@ -394,10 +399,15 @@ def loads(problem: AttentionProblem, form: Form, brought: int) -> bool:
 
 def backward_tiles(problem: AttentionProblem, launch: BackwardLaunch) -> int:
     """Key tiles of all heads; where items differ in length the most that there can be, with lists those of whole blocks."""
-    p = problem
+    p = tiled(problem, launch)
     if p.blocks is not None:
         return p.blocks.columns(p.seqlen_k) * (p.blocks.block_k // launch.block_k) * p.batch * p.heads_kv
-    return most_tiles(problem.span_k, problem.batch, launch.block_k, problem.lengths.varlen) * problem.heads_kv
+    return most_tiles(p.span_k, p.batch, launch.block_k, p.lengths.varlen) * p.heads_kv
+
+
+def tiled(problem: AttentionProblem, launch: BackwardLaunch) -> AttentionProblem:
+    """The problem as tiles see it: with keys of every query head, where these have tiles of their own."""
+    return replace(problem, heads_kv=problem.heads_q) if launch.ungrouped else problem
 
 
 def padded_queries(problem: AttentionProblem) -> int:
