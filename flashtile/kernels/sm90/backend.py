@@ -45,6 +45,7 @@ from flashtile.kernels.sm90.host.tile_forward import (
     make_queries_tile,
     make_watched_tile,
 )
+from flashtile.kernels.sm90.second.plan import plan_keys, sums_dq
 from flashtile.kernels.sm90.tangent.plan import plan_second, plan_tangent
 from flashtile.kernels.sm90.tangent.plan import refusals as tangent_refusals
 from flashtile.plan.arguments import integers, mask_args, score_args
@@ -92,6 +93,8 @@ def _watched_refusals(problem: AttentionProblem, device: Device, direction: Dire
 
 
 def _second(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    if sums_dq(problem, direction):
+        return plan_keys(problem, device, direction)
     assert BACKEND.repairs is not None
     return plan_second(problem, device, direction, BACKEND.repairs.passes["second"].plan(problem, device, direction))
 

@@ -312,12 +312,15 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     tout = gl.where(seen, rows.turn * shares - means * out, 0.0)
     if targets[2] is not None:
         delta, tdelta = deltas(out, tout, targets[3], targets[4], at, size, T)
-        fields, lone = targets[2] + at_rows * FIELDS, gl.abs(total - 1.0) <= LONE
+        fields, lone, apart = targets[2] + at_rows * FIELDS, gl.abs(total - 1.0) <= LONE, 1
+        if targets[5] is not None:
+            head, apart, here = (at.slab * whole.heads + at.head).to(gl.int64), targets[5], index < targets[5]
+            fields = targets[2] + head * (FIELDS * targets[5]) + index
         gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
-        gl.store(fields + 1, tdelta, mask=here)
-        gl.store(fields + 2, gl.where(lone | (total == 0.0), 0.0, mean + ref), mask=here)
-        gl.store(fields + 4, gl.where(lone, 0.0, scale / T.raised), mask=here)
-        gl.store(fields + 6, delta, mask=here)
+        gl.store(fields + apart, tdelta, mask=here)
+        gl.store(fields + 2 * apart, gl.where(lone | (total == 0.0), 0.0, mean + ref), mask=here)
+        gl.store(fields + 4 * apart, gl.where(lone, 0.0, scale / T.raised), mask=here)
+        gl.store(fields + 6 * apart, delta, mask=here)
     if out_desc is not None:
         mem.q.index(GROUP).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     if tout_desc is not None:
@@ -379,7 +382,8 @@ def attention_tangent(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, out_des
     """Descriptors, counts and rest as `forward.attention_forward` has them; of tk and tv None where these do not move.
 
     targets = (lse, its tangent, FIELDS of each row as `portable.tangent` leaves them, and what these are made of: (dout, dlse,
-    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous.
+    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous. Last, where
+    each field lies by itself, (batch, heads_q, FIELDS, queries), how many queries that has: some more than there are.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k

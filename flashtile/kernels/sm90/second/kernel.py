@@ -1,0 +1,272 @@
+"""Second derivatives on Hopper: the tangents of dk and dv of a key tile in registers, shares of dq's added to a float32 sum.
+
+Formulas are `portable.second`'s, roles the backward's: each of two warpgroups has 64 keys, and scores lie keys x queries. Both
+passes of the portable kernels are one here, with ten products of a tile for fifteen: the sum of dq is what that costs. A
+warpgroup adds the share of its own keys, so that neither waits for the other.
+"""
+
+from typing import NamedTuple
+
+from flashtile.kernels.device.exponential import LOG2E
+from flashtile.kernels.device.grid import Sizes, padded_rows, seat
+from flashtile.kernels.device.mask import key_range
+from flashtile.kernels.device.stream import await_stream
+from flashtile.kernels.sm90.backward.scores import hide
+from flashtile.kernels.sm90.backward.split_tiles import flatten
+from flashtile.kernels.sm90.device.channel import Channel, make_channel
+from flashtile.kernels.sm90.device.layouts import matrix_layout, operand_layout
+from flashtile.triton_glue.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    pack,
+    store_wait,
+    tma_add,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr
+
+COUNT = constexpr(5)  # of FIELDS that are read
+
+
+@gluon.constexpr_function
+def which(nth: int) -> int:
+    """The nth of these: level, norm, mu, delta, delta's tangent."""
+    return (0, 4, 2, 6, 1)[nth]
+
+
+@aggregate
+class SecondMemory:
+    """Shared memory of a block. Tiles are [places, 1, 1, rows, columns]; tdout is dout where it has no tangent."""
+
+    k: gl.shared_memory_descriptor
+    tk: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    tv: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    tq: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    tdout: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor  # of each consumer the gradient of its scores, and its tangent; at the end dk and dv
+    shares: gl.shared_memory_descriptor  # of dq
+    keys: Channel  # with values, and the tangents of both
+    queries: Channel  # with all that belongs to them
+
+    @gluon.constexpr_function
+    def __init__(self, k, tk, v, tv, q, tq, dout, tdout, rows, ds, shares, keys, queries):
+        self.k, self.tk, self.v, self.tv = k, tk, v, tv
+        self.q, self.tq, self.dout, self.tdout, self.rows = q, tq, dout, tdout, rows
+        self.ds, self.shares, self.keys, self.queries = ds, shares, keys, queries
+
+
+class KeyTile(NamedTuple):
+    """The key tile of a block, and the query tiles that see it: [lo, hi), of which [full_lo, full_hi) need no mask."""
+
+    column: gl.tensor
+    batch: gl.tensor
+    head_kv: gl.tensor
+    lo: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    tiles: gl.tensor
+
+
+@gluon.jit
+def find(sizes, band, T: gl.constexpr):
+    """The KeyTile of this block. Under a causal mask the first keys, which most queries see, come first."""
+    BLOCK_Q: gl.constexpr = T.block_q
+    BLOCK_K: gl.constexpr = T.block_k
+    tiles, heads_kv = gl.cdiv(sizes.k, BLOCK_K), sizes.heads // sizes.group
+    tile, number = seat(gl.program_id(0), tiles, gl.num_programs(0) // tiles, T.swizzle, False)
+    column, shift = tile * BLOCK_K, sizes.k - sizes.q
+    first, last = column - shift, gl.minimum(column + BLOCK_K, sizes.k) - 1 - shift
+    lo, full_lo, full_hi, hi = key_range(first, last, sizes.q, band[1], band[0], T.mask.right, T.mask.left, BLOCK_Q)
+    if T.mask.pads_keys:  # keys beyond the end: no tile of queries is free of masking
+        if column + BLOCK_K > sizes.k:
+            full_lo = hi
+            full_hi = hi
+    return KeyTile(column, number // heads_kv, number % heads_kv, gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi),
+                   gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, memory, sizes, band,
+         T: gl.constexpr):  # fmt: skip
+    """Role: bring keys and values into shared memory, then queries, step by step, with what belongs to them."""
+    MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
+    ARRIVING: gl.constexpr = dout_desc.block_type.nbytes * (2 if MOVES else 1)
+    KEYS: gl.constexpr = (k_desc.block_type.nbytes + v_desc.block_type.nbytes) * 4
+    QUERIES: gl.constexpr = 2 * q_desc.block_type.nbytes + ARRIVING + COUNT * rows_desc.block_type.nbytes
+    at = find(sizes, band, T)
+    bar = memory.keys.announce(0, KEYS)
+    for i in gl.static_range(2):
+        key = at.column + i * 64
+        tma_load(k_desc, [at.batch, at.head_kv, key, 0], bar, memory.k.index(i))
+        tma_load(tk_desc, [at.batch, at.head_kv, key, 0], bar, memory.tk.index(i))
+        tma_load(v_desc, [at.batch, at.head_kv, key, 0], bar, memory.v.index(i))
+        tma_load(tv_desc, [at.batch, at.head_kv, key, 0], bar, memory.tv.index(i))
+    step = gl.to_tensor(0)
+    for member in range(sizes.group):
+        head = at.head_kv * sizes.group + member
+        for nth in range(at.tiles):
+            start = at.lo + nth * T.block_q
+            bar = memory.queries.acquire(step, QUERIES)
+            place = memory.queries.at(step)
+            tma_load(q_desc, [at.batch, head, start, 0], bar, memory.q.index(place))
+            tma_load(tq_desc, [at.batch, head, start, 0], bar, memory.tq.index(place))
+            tma_load(dout_desc, [at.batch, head, start, 0], bar, memory.dout.index(place))
+            if MOVES:
+                tma_load(tdout_desc, [at.batch, head, start, 0], bar, memory.tdout.index(place))
+            for i in gl.static_range(COUNT):
+                tma_load(rows_desc, [at.batch, head, which(i), start], bar, memory.rows.index(COUNT * place + i))
+            step = step + 1
+
+
+@gluon.jit
+def consume(dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, W: gl.constexpr, MOVES: gl.constexpr, T: gl.constexpr):
+    """Role: the tangents of dk and dv of 64 keys."""
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
+    at = find(sizes, band, T)
+    dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+    dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
+    memory.keys.wait(0)
+    step = gl.to_tensor(0)
+    for member in range(sizes.group):
+        head = at.head_kv * sizes.group + member
+        for nth in range(at.tiles):
+            start = at.lo + nth * T.block_q
+            dk, dv = step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W, MOVES, T)
+            step = step + 1
+    store_gradient(dk_desc, memory, dk * (scale / T.raised), 2 * W, at, W)
+    store_gradient(dv_desc, memory, dv, 2 * W + 1, at, W)
+    store_wait(0)
+
+
+@gluon.jit
+def store_gradient(desc, memory, value, place, at, W: gl.constexpr):
+    """Write the gradient of 64 keys, through shared memory that no product reads any more."""
+    staged = memory.ds.index(place)
+    staged.reshape([64, value.shape[1]]).store(value.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, [at.batch, at.head_kv, at.column + W * 64, 0], staged)
+
+
+@gluon.jit
+def times(a, b, start, ADDS: gl.constexpr):
+    """Rows times rows, under way, onto `start` if ADDS."""
+    return warpgroup_mma(a, b.permute((1, 0)), start, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def field(memory, place, NTH: gl.constexpr, T: gl.constexpr):
+    """A number of each query of a step, along its axis of the scores."""
+    rows = memory.rows.index(COUNT * place + NTH).reshape([T.block_q])
+    return rows.load(gl.SliceLayout(0, matrix_layout(T.block_q)))[None, :]
+
+
+@gluon.jit
+def hidden(x, masked, start, first_key, sizes, band, T: gl.constexpr):
+    """x, 0 where a query does not see a key; there it may be no number."""
+    if T.mask.any:
+        if masked:
+            x = hide(x, 0.0, start, first_key, sizes, band, T)
+    return x
+
+
+@gluon.jit
+def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W: gl.constexpr, MOVES: gl.constexpr,
+              T: gl.constexpr):  # fmt: skip
+    """Add 64 queries of a head to dk and dv of 64 keys, and the share of these to dq's sum."""
+    BLOCK_Q: gl.constexpr = T.block_q
+    COLUMNS: gl.constexpr = T.columns
+    COLUMNS_V: gl.constexpr = T.columns_v
+    dtype: gl.constexpr = memory.q.dtype
+    place, first_key = memory.queries.at(step), at.column + W * 64
+    k, tk = memory.k.index(W).reshape([64, COLUMNS]), memory.tk.index(W).reshape([64, COLUMNS])
+    v, tv = memory.v.index(W).reshape([64, COLUMNS_V]), memory.tv.index(W).reshape([64, COLUMNS_V])
+    q, tq = memory.q.index(place).reshape([BLOCK_Q, COLUMNS]), memory.tq.index(place).reshape([BLOCK_Q, COLUMNS])
+    dout = memory.dout.index(place).reshape([BLOCK_Q, COLUMNS_V])
+    tdout = memory.tdout.index(place).reshape([BLOCK_Q, COLUMNS_V])
+    zero = gl.zeros([64, BLOCK_Q], gl.float32, matrix_layout(BLOCK_Q))  # pyright: ignore[reportCallIssue]
+
+    memory.queries.wait(step)
+    raw = times(k, q, zero, False)
+    slope = times(tk, q, times(k, tq, zero, False), True)
+    dp = times(v, dout, zero, False)
+    tdp = times(tv, dout, zero, False)
+    if MOVES:
+        tdp = times(v, tdout, tdp, True)
+    masked = (start < at.full_lo) | (start >= at.full_hi)
+    level, norm, mean = field(memory, place, 0, T), field(memory, place, 1, T) * T.raised, field(memory, place, 2, T)
+    raw, slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[raw, slope])
+    p = hidden(gl.exp2(raw * (scale * LOG2E) - level), masked, start, first_key, sizes, band, T)
+    bend = slope * norm - mean
+    weights = pack(hidden(p * bend, masked, start, first_key, sizes, band, T), dtype)
+    dv = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
+    if MOVES:
+        dv = warpgroup_mma(gl.convert_layout(pack(p, dtype), operand_layout(COLUMNS_V)), tdout, dv, is_async=True)
+    delta, tdelta = field(memory, place, 3, T), field(memory, place, 4, T)
+    dp, tdp = warpgroup_mma_wait(2 if MOVES else 1, deps=[dp, tdp])
+    e = dp - delta
+    ds = pack(hidden(p * e, masked, start, first_key, sizes, band, T), dtype)
+    tds = pack(hidden(p * (bend * e + (tdp - tdelta)), masked, start, first_key, sizes, band, T), dtype)
+    own, others = memory.ds.index(2 * W).reshape([64, BLOCK_Q]), memory.ds.index(2 * W + 1).reshape([64, BLOCK_Q])
+    own.store(ds)
+    others.store(tds)
+    fence_async_shared()  # the next queries' rows overwrite what was read, too
+    dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
+    none = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+    dq = warpgroup_mma(others.permute((1, 0)), k, none, use_acc=False, is_async=True)
+    dq = warpgroup_mma(own.permute((1, 0)), tk, dq, is_async=True)
+    dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
+    memory.queries.release(step)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    store_wait(0)  # the share of the step before
+    share = memory.shares.index(W)
+    share.reshape([BLOCK_Q * COLUMNS]).store(flatten(dq))
+    fence_async_shared()
+    row = ((at.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q) + start) // 64 * (COLUMNS // 4)
+    tma_add(sum_desc, [0, 0, row.to(gl.int32), 0], share)
+    return dk, dv
+
+
+@gluon.jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, dk_desc, dv_desc,
+                     sum_desc, heads, group, left, right, scale, T: gl.constexpr):  # fmt: skip
+    """A block a key tile: the tangents of dk and dv over all query heads of its key/value head, and a share of dq's.
+
+    rows: FIELDS as the tangent pass leaves them, one field after another; sum as `rows.attention_dq` reads it, zero before.
+    """
+    MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
+    STAGES: gl.constexpr = T.stages
+    BLOCK_Q: gl.constexpr = T.block_q
+    sizes, band = Sizes(q_desc.shape[2], k_desc.shape[2], heads, group), (left, right)
+    k = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, T.columns], k_desc.layout)
+    tk = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, T.columns], tk_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, T.columns_v], v_desc.layout)
+    tv = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, T.columns_v], tv_desc.layout)
+    q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns], q_desc.layout)
+    tq = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns], tq_desc.layout)
+    dout = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout)
+    tdout = dout
+    if MOVES:
+        tdout = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns_v], tdout_desc.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [COUNT * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout)
+    ds = gl.allocate_shared_memory(dk_desc.dtype, [4, 1, 1, 64, BLOCK_Q], dk_desc.layout)
+    shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns // 4, 256], sum_desc.layout)
+    memory = SecondMemory(k, tk, v, tv, q, tq, dout, tdout, rows, ds, shares, make_channel(1, 0),
+                          make_channel(STAGES, 2, 1, True))  # fmt: skip
+    fence_async_shared()
+    await_stream()
+    gl.warp_specialize([
+        (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 0, MOVES, T)),
+        (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 1, MOVES, T)),
+        (load, (q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, memory, sizes, band, T)),
+    ], [4, 1], [240, 24])  # fmt: skip
