@@ -11,7 +11,7 @@ from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.grid import Sizes, padded_rows, seat
 from flashtile.kernels.device.mask import key_range
 from flashtile.kernels.device.stream import await_stream
-from flashtile.kernels.sm90.backward.scores import hide
+from flashtile.kernels.sm90.backward.scores import hide, starts
 from flashtile.kernels.sm90.backward.split_tiles import flatten
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import matrix_layout, operand_layout
@@ -25,18 +25,13 @@ from flashtile.triton_glue.gluon import (
     tma_add,
     tma_load,
     tma_store,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr
 
-COUNT = constexpr(5)  # of FIELDS that are read
-
-
-@gluon.constexpr_function
-def which(nth: int) -> int:
-    """The nth of these: level, norm, mu, delta, delta's tangent."""
-    return (0, 4, 2, 6, 1)[nth]
+COUNT = constexpr(5)  # numbers of a row: what `tangent.kernel.store_starts` stores
 
 
 @aggregate
@@ -123,7 +118,7 @@ def load(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_des
             if MOVES:
                 tma_load(tdout_desc, [at.batch, head, start, 0], bar, memory.tdout.index(place))
             for i in gl.static_range(COUNT):
-                tma_load(rows_desc, [at.batch, head, which(i), start], bar, memory.rows.index(COUNT * place + i))
+                tma_load(rows_desc, [at.batch, head, i, start], bar, memory.rows.index(COUNT * place + i))
             step = step + 1
 
 
@@ -164,10 +159,15 @@ def times(a, b, start, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def field(memory, place, NTH: gl.constexpr, T: gl.constexpr):
-    """A number of each query of a step, along its axis of the scores."""
-    rows = memory.rows.index(COUNT * place + NTH).reshape([T.block_q])
-    return rows.load(gl.SliceLayout(0, matrix_layout(T.block_q)))[None, :]
+def rows_of(memory, place, NTH: gl.constexpr, T: gl.constexpr):
+    """A number of each query of a step."""
+    return memory.rows.index(COUNT * place + NTH).reshape([T.block_q])
+
+
+@gluon.jit
+def across(memory, place, NTH: gl.constexpr, T: gl.constexpr):
+    """`rows_of` along their axis of the scores."""
+    return rows_of(memory, place, NTH, T).load(gl.SliceLayout(0, matrix_layout(T.block_q)))[None, :]
 
 
 @gluon.jit
@@ -187,49 +187,52 @@ def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scal
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     dtype: gl.constexpr = memory.q.dtype
-    place, first_key = memory.queries.at(step), at.column + W * 64
-    k, tk = memory.k.index(W).reshape([64, COLUMNS]), memory.tk.index(W).reshape([64, COLUMNS])
-    v, tv = memory.v.index(W).reshape([64, COLUMNS_V]), memory.tv.index(W).reshape([64, COLUMNS_V])
+    own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
+    place, first_key = uniform(memory.queries.at(step)), at.column + W * 64
+    k, tk = memory.k.index(own).reshape([64, COLUMNS]), memory.tk.index(own).reshape([64, COLUMNS])
+    v, tv = memory.v.index(own).reshape([64, COLUMNS_V]), memory.tv.index(own).reshape([64, COLUMNS_V])
     q, tq = memory.q.index(place).reshape([BLOCK_Q, COLUMNS]), memory.tq.index(place).reshape([BLOCK_Q, COLUMNS])
     dout = memory.dout.index(place).reshape([BLOCK_Q, COLUMNS_V])
     tdout = memory.tdout.index(place).reshape([BLOCK_Q, COLUMNS_V])
-    zero = gl.zeros([64, BLOCK_Q], gl.float32, matrix_layout(BLOCK_Q))  # pyright: ignore[reportCallIssue]
 
     memory.queries.wait(step)
+    zero = starts(rows_of(memory, place, 0, T), BLOCK_Q, False)
+    dp, tdp = starts(rows_of(memory, place, 2, T), BLOCK_Q, True), starts(rows_of(memory, place, 3, T), BLOCK_Q, True)
     raw = times(k, q, zero, False)
     slope = times(tk, q, times(k, tq, zero, False), True)
-    dp = times(v, dout, zero, False)
-    tdp = times(tv, dout, zero, False)
+    dp = times(v, dout, dp, True)
+    tdp = times(tv, dout, tdp, True)
     if MOVES:
         tdp = times(v, tdout, tdp, True)
     masked = (start < at.full_lo) | (start >= at.full_hi)
-    level, norm, mean = field(memory, place, 0, T), field(memory, place, 1, T) * T.raised, field(memory, place, 2, T)
     raw, slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[raw, slope])
-    p = hidden(gl.exp2(raw * (scale * LOG2E) - level), masked, start, first_key, sizes, band, T)
-    bend = slope * norm - mean
+    p = gl.exp2(raw * (scale * LOG2E) - across(memory, place, 0, T))
+    p = hidden(p, masked, start, first_key, sizes, band, T)
+    bend = slope * scale - across(memory, place, 1, T)
+    if T.mask.any:
+        if masked:  # elsewhere no query sees one key alone
+            bend = bend * across(memory, place, 4, T)
     weights = pack(hidden(p * bend, masked, start, first_key, sizes, band, T), dtype)
     dv = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
     if MOVES:
         dv = warpgroup_mma(gl.convert_layout(pack(p, dtype), operand_layout(COLUMNS_V)), tdout, dv, is_async=True)
-    delta, tdelta = field(memory, place, 3, T), field(memory, place, 4, T)
     dp, tdp = warpgroup_mma_wait(2 if MOVES else 1, deps=[dp, tdp])
-    e = dp - delta
-    ds = pack(hidden(p * e, masked, start, first_key, sizes, band, T), dtype)
-    tds = pack(hidden(p * (bend * e + (tdp - tdelta)), masked, start, first_key, sizes, band, T), dtype)
-    own, others = memory.ds.index(2 * W).reshape([64, BLOCK_Q]), memory.ds.index(2 * W + 1).reshape([64, BLOCK_Q])
-    own.store(ds)
-    others.store(tds)
+    ds = pack(hidden(p * dp, masked, start, first_key, sizes, band, T), dtype)
+    tds = pack(hidden(p * (bend * dp + tdp), masked, start, first_key, sizes, band, T), dtype)
+    stored, tangents = memory.ds.index(2 * own).reshape([64, BLOCK_Q]), memory.ds.index(2 * own + 1).reshape([64, BLOCK_Q])
+    stored.store(ds)
+    tangents.store(tds)
     fence_async_shared()  # the next queries' rows overwrite what was read, too
     dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
     none = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    dq = warpgroup_mma(others.permute((1, 0)), k, none, use_acc=False, is_async=True)
-    dq = warpgroup_mma(own.permute((1, 0)), tk, dq, is_async=True)
+    dq = warpgroup_mma(tangents.permute((1, 0)), k, none, use_acc=False, is_async=True)
+    dq = warpgroup_mma(stored.permute((1, 0)), tk, dq, is_async=True)
     dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
     memory.queries.release(step)
     dq = warpgroup_mma_wait(0, deps=[dq])
     store_wait(0)  # the share of the step before
-    share = memory.shares.index(W)
+    share = memory.shares.index(own)
     share.reshape([BLOCK_Q * COLUMNS]).store(flatten(dq))
     fence_async_shared()
     row = ((at.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q) + start) // 64 * (COLUMNS // 4)
@@ -242,7 +245,7 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
                      sum_desc, heads, group, left, right, scale, T: gl.constexpr):  # fmt: skip
     """A block a key tile: the tangents of dk and dv over all query heads of its key/value head, and a share of dq's.
 
-    rows: FIELDS as the tangent pass leaves them, one field after another; sum as `rows.attention_dq` reads it, zero before.
+    rows: (batch, heads, COUNT, queries), what products start from; sum as `rows.attention_dq` reads it, zero before.
     """
     MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
     STAGES: gl.constexpr = T.stages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import ceil
 
-from flashtile.kernels.device.direction import FIELDS
 from flashtile.kernels.sm90.host.arguments import product_scale
 from flashtile.kernels.sm90.host.tile_backward import PADDED_ROWS
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS
@@ -43,7 +42,7 @@ def plan_keys(p: AttentionProblem, device: Device, direction: Direction, tile: S
     padded = ceil(p.span_q / PADDED_ROWS) * PADDED_ROWS
     heads = p.slabs * p.heads_q
     scratch = (
-        Buffer("rows", (p.slabs, p.heads_q, int(FIELDS), span), "fp32", "scratch"),
+        Buffer("rows", (p.slabs, p.heads_q, 5, span), "fp32", "scratch"),
         Buffer("dq_sum", (1, 1, heads * padded * tile.columns // 256, 256), "fp32", "scratch", zeroed=True),
     )
     first, notes = first_pass(p, device, direction, span)

@@ -312,15 +312,17 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     tout = gl.where(seen, rows.turn * shares - means * out, 0.0)
     if targets[2] is not None:
         delta, tdelta = deltas(out, tout, targets[3], targets[4], at, size, T)
-        fields, lone, apart = targets[2] + at_rows * FIELDS, gl.abs(total - 1.0) <= LONE, 1
-        if targets[5] is not None:
-            head, apart, here = (at.slab * whole.heads + at.head).to(gl.int64), targets[5], index < targets[5]
-            fields = targets[2] + head * (FIELDS * targets[5]) + index
-        gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
-        gl.store(fields + apart, tdelta, mask=here)
-        gl.store(fields + 2 * apart, gl.where(lone | (total == 0.0), 0.0, mean + ref), mask=here)
-        gl.store(fields + 4 * apart, gl.where(lone, 0.0, scale / T.raised), mask=here)
-        gl.store(fields + 6 * apart, delta, mask=here)
+        lone, mean = gl.abs(total - 1.0) <= LONE, gl.where(total == 0.0, 0.0, mean + ref)
+        if targets[5] is None:
+            fields = targets[2] + at_rows * FIELDS
+            gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
+            gl.store(fields + 1, tdelta, mask=here)
+            gl.store(fields + 2, gl.where(lone, 0.0, mean), mask=here)
+            gl.store(fields + 4, gl.where(lone, 0.0, scale / T.raised), mask=here)
+            gl.store(fields + 6, delta, mask=here)
+        else:
+            level = gl.where(total != 0.0, lse, float("inf"))
+            store_starts(targets[2], targets[5], level * LOG2E, mean, delta, tdelta, lone, at, whole, index)
     if out_desc is not None:
         mem.q.index(GROUP).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     if tout_desc is not None:
@@ -331,6 +333,19 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     if tout_desc is not None:
         send(mem.tq.index(GROUP), tout_desc, (), at, 0, T.head_dim_v, T)
     store_wait(0)
+
+
+@gluon.jit
+def store_starts(ptr, span, level, mean, delta, tdelta, lone, at, whole, index):
+    """What products of `second.kernel` start from (of scores, their tangents, dp, its tangent) and 0 where a row is LONE, else
+    1; queries that do not exist have 0 for q and dout, so that nothing comes of them.
+    """
+    first, here = ptr + (at.slab * whole.heads + at.head).to(gl.int64) * (5 * span) + index, index < span
+    gl.store(first, level, mask=here)
+    gl.store(first + span, mean, mask=here)
+    gl.store(first + 2 * span, -delta, mask=here)
+    gl.store(first + 3 * span, -tdelta, mask=here)
+    gl.store(first + 4 * span, gl.where(lone, 0.0, 1.0), mask=here)
 
 
 @gluon.jit
@@ -383,7 +398,7 @@ def attention_tangent(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, out_des
 
     targets = (lse, its tangent, FIELDS of each row as `portable.tangent` leaves them, and what these are made of: (dout, dlse,
     tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous. Last, where
-    each field lies by itself, (batch, heads_q, FIELDS, queries), how many queries that has: some more than there are.
+    rows are those of `store_starts`, (batch, heads_q, 5, queries), how many queries these are: some more than there are.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
