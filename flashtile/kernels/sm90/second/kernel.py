@@ -171,15 +171,6 @@ def across(memory, place, NTH: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def hidden(x, masked, start, first_key, sizes, band, T: gl.constexpr):
-    """x, 0 where a query does not see a key; there it may be no number."""
-    if T.mask.any:
-        if masked:
-            x = hide(x, 0.0, start, first_key, sizes, band, T)
-    return x
-
-
-@gluon.jit
 def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W: gl.constexpr, MOVES: gl.constexpr,
               T: gl.constexpr):  # fmt: skip
     """Add 64 queries of a head to dk and dv of 64 keys, and the share of these to dq's sum."""
@@ -197,28 +188,28 @@ def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scal
 
     memory.queries.wait(step)
     zero = starts(rows_of(memory, place, 0, T), BLOCK_Q, False)
-    dp, tdp = starts(rows_of(memory, place, 2, T), BLOCK_Q, True), starts(rows_of(memory, place, 3, T), BLOCK_Q, True)
     raw = times(k, q, zero, False)
     slope = times(tk, q, times(k, tq, zero, False), True)
-    dp = times(v, dout, dp, True)
-    tdp = times(tv, dout, tdp, True)
+    dp = times(v, dout, zero, False)
+    tdp = times(tv, dout, zero, False)
     if MOVES:
         tdp = times(v, tdout, tdp, True)
     masked = (start < at.full_lo) | (start >= at.full_hi)
     raw, slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[raw, slope])
-    p = gl.exp2(raw * (scale * LOG2E) - across(memory, place, 0, T))
-    p = hidden(p, masked, start, first_key, sizes, band, T)
-    bend = slope * scale - across(memory, place, 1, T)
     if T.mask.any:
-        if masked:  # elsewhere no query sees one key alone
-            bend = bend * across(memory, place, 4, T)
-    weights = pack(hidden(p * bend, masked, start, first_key, sizes, band, T), dtype)
+        if masked:
+            raw = hide(raw, float("-inf"), start, first_key, sizes, band, T)
+            slope = slope * across(memory, place, 4, T)  # elsewhere no query sees one key alone
+    p = gl.exp2(raw * (scale * LOG2E) - across(memory, place, 0, T))
+    bend = slope * scale - across(memory, place, 1, T)
+    weights = pack(p * bend, dtype)
     dv = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
     if MOVES:
         dv = warpgroup_mma(gl.convert_layout(pack(p, dtype), operand_layout(COLUMNS_V)), tdout, dv, is_async=True)
     dp, tdp = warpgroup_mma_wait(2 if MOVES else 1, deps=[dp, tdp])
-    ds = pack(hidden(p * dp, masked, start, first_key, sizes, band, T), dtype)
-    tds = pack(hidden(p * (bend * dp + tdp), masked, start, first_key, sizes, band, T), dtype)
+    dp = dp - across(memory, place, 2, T)
+    ds = pack(p * dp, dtype)
+    tds = pack(p * (bend * dp + (tdp - across(memory, place, 3, T))), dtype)
     stored, tangents = memory.ds.index(2 * own).reshape([64, BLOCK_Q]), memory.ds.index(2 * own + 1).reshape([64, BLOCK_Q])
     stored.store(ds)
     tangents.store(tds)

@@ -342,9 +342,9 @@ def store_starts(ptr, span, level, mean, delta, tdelta, lone, at, whole, index):
     """
     first, here = ptr + (at.slab * whole.heads + at.head).to(gl.int64) * (5 * span) + index, index < span
     gl.store(first, level, mask=here)
-    gl.store(first + span, mean, mask=here)
-    gl.store(first + 2 * span, -delta, mask=here)
-    gl.store(first + 3 * span, -tdelta, mask=here)
+    gl.store(first + span, gl.where(lone, 0.0, mean), mask=here)
+    gl.store(first + 2 * span, delta, mask=here)
+    gl.store(first + 3 * span, tdelta, mask=here)
     gl.store(first + 4 * span, gl.where(lone, 0.0, 1.0), mask=here)
 
 
