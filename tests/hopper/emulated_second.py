@@ -47,7 +47,7 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
     exact = dict(zip(("tout", "tlse", "dq", "dk", "dv"), made[1], strict=True))
     direction = Direction(frozenset("qkv"), frozenset(given), frozenset({"q", "k", "v", "out", "lse"}))
     assert sums_dq(problem, direction)
-    tile = replace(SecondTile.of(problem), **case.get("tile", {}))
+    tile = replace(SecondTile.of(problem, 1 + ("tdout" in given)), **case.get("tile", {}))
     plan = plan_keys(problem, SMALL, direction, tile)
     inputs_of = {b.name: tensors[b.name] for b in plan.named("input")}
     with patch.object(torch, "empty_strided", poisoned):

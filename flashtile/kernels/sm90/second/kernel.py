@@ -10,6 +10,7 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.grid import Sizes, padded_rows, seat
 from flashtile.kernels.device.mask import key_range
+from flashtile.kernels.device.memory import head_offset, row_offset, store_tile
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.sm90.backward.scores import hide, starts
 from flashtile.kernels.sm90.backward.split_tiles import flatten
@@ -21,6 +22,7 @@ from flashtile.triton_glue.gluon import (
     gl,
     gluon,
     pack,
+    recast,
     store_wait,
     tma_add,
     tma_load,
@@ -29,7 +31,7 @@ from flashtile.triton_glue.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr
+from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
 COUNT = constexpr(5)  # numbers of a row: what `tangent.kernel.store_starts` stores
 
@@ -47,8 +49,8 @@ class SecondMemory:
     dout: gl.shared_memory_descriptor
     tdout: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor  # of each consumer the gradient of its scores, and its tangent; at the end dk and dv
-    shares: gl.shared_memory_descriptor  # of dq
+    ds: gl.shared_memory_descriptor  # of each consumer the gradient of its scores, and its tangent
+    shares: gl.shared_memory_descriptor  # of dq; at the end dk and dv
     keys: Channel  # with values, and the tangents of both
     queries: Channel  # with all that belongs to them
 
@@ -138,16 +140,21 @@ def consume(dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, W: gl.conste
             start = at.lo + nth * T.block_q
             dk, dv = step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W, MOVES, T)
             step = step + 1
-    store_gradient(dk_desc, memory, dk * (scale / T.raised), 2 * W, at, W)
-    store_gradient(dv_desc, memory, dv, 2 * W + 1, at, W)
+    store_wait(0)  # the last share
+    PLACES: gl.constexpr = 2 * T.columns * T.block_q * 2 // (64 * COLUMNS)
+    store_gradient(dk_desc, memory, dk * (scale / T.raised), W * (PLACES // 2), PLACES, at, W)
+    if PLACES == 2:
+        store_wait(0)
+    store_gradient(dv_desc, memory, dv, W * (PLACES // 2) + PLACES // 4, PLACES, at, W)
     store_wait(0)
 
 
 @gluon.jit
-def store_gradient(desc, memory, value, place, at, W: gl.constexpr):
-    """Write the gradient of 64 keys, through shared memory that no product reads any more."""
-    staged = memory.ds.index(place)
-    staged.reshape([64, value.shape[1]]).store(value.to(desc.dtype))
+def store_gradient(desc, memory, value, PLACE: gl.constexpr, PLACES: gl.constexpr, at, W: gl.constexpr):
+    """Write the gradient of 64 keys, through one of the PLACES that both consumers' shares of dq have room for."""
+    COLUMNS: gl.constexpr = value.shape[1]
+    staged = recast(memory.shares, desc.dtype, [PLACES, 1, 1, 64, COLUMNS], desc.layout).index(PLACE)
+    staged.reshape([64, COLUMNS]).store(value.to(desc.dtype))
     fence_async_shared()
     tma_store(desc, [at.batch, at.head_kv, at.column + W * 64, 0], staged)
 
@@ -210,25 +217,48 @@ def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scal
     dp = dp - across(memory, place, 2, T)
     ds = pack(p * dp, dtype)
     tds = pack(p * (bend * dp + (tdp - across(memory, place, 3, T))), dtype)
-    stored, tangents = memory.ds.index(2 * own).reshape([64, BLOCK_Q]), memory.ds.index(2 * own + 1).reshape([64, BLOCK_Q])
+    stored, tangents = memory.ds.index(2 * own), memory.ds.index(2 * own + 1)
     stored.store(ds)
     tangents.store(tds)
     fence_async_shared()  # the next queries' rows overwrite what was read, too
     dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
-    none = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
-    dq = warpgroup_mma(tangents.permute((1, 0)), k, none, use_acc=False, is_async=True)
-    dq = warpgroup_mma(stored.permute((1, 0)), tk, dq, is_async=True)
-    dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
-    memory.queries.release(step)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    store_wait(0)  # the share of the step before
-    share = memory.shares.index(own)
-    share.reshape([BLOCK_Q * COLUMNS]).store(flatten(dq))
+    if T.turned:
+        WIDE: gl.constexpr = COLUMNS // 2
+        low = columns_share(k.slice(0, WIDE, 1), tk.slice(0, WIDE, 1), stored, tangents)
+        high = columns_share(k.slice(WIDE, WIDE, 1), tk.slice(WIDE, WIDE, 1), stored, tangents)
+        dk, dv = warpgroup_mma_wait(4, deps=[dk, dv])
+        memory.queries.release(step)
+        low, high = warpgroup_mma_wait(0, deps=[low, high])
+        store_wait(0)  # the share of the step before
+        memory.shares.index(2 * own).reshape([WIDE * BLOCK_Q]).store(flatten(low))
+        memory.shares.index(2 * own + 1).reshape([WIDE * BLOCK_Q]).store(flatten(high))
+    else:
+        none = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
+        dq = warpgroup_mma(tangents.permute((1, 0)), k, none, use_acc=False, is_async=True)
+        dq = warpgroup_mma(stored.permute((1, 0)), tk, dq, is_async=True)
+        dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
+        memory.queries.release(step)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        store_wait(0)  # the share of the step before
+        memory.shares.index(own).reshape([BLOCK_Q * COLUMNS]).store(flatten(dq))
     fence_async_shared()
-    row = ((at.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q) + start) // 64 * (COLUMNS // 4)
-    tma_add(sum_desc, [0, 0, row.to(gl.int32), 0], share)
+    ROWS: gl.constexpr = 64 * BLOCK_Q // 256
+    PARTS: gl.constexpr = T.parts_dq
+    part = ((at.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q) + start) // BLOCK_Q * PARTS
+    for i in gl.static_range(PARTS):
+        tma_add(sum_desc, [0, 0, ((part + i) * ROWS).to(gl.int32), 0], memory.shares.index(PARTS * own + i))
     return dk, dv
+
+
+@gluon.jit
+def columns_share(keys, tangents_of_keys, ds, tds):
+    """Some columns of a share of dq, columns x queries, under way: of fewer queries than an instruction has rows."""
+    QUERIES: gl.constexpr = ds.shape[1]
+    WIDE: gl.constexpr = keys.shape[1]
+    none = gl.zeros([WIDE, QUERIES], gl.float32, matrix_layout(QUERIES))  # pyright: ignore[reportCallIssue]
+    dq = warpgroup_mma(keys.permute((1, 0)), tds, none, use_acc=False, is_async=True)
+    return warpgroup_mma(tangents_of_keys.permute((1, 0)), ds, dq, is_async=True)
 
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
@@ -236,7 +266,8 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
                      sum_desc, heads, group, left, right, scale, T: gl.constexpr):  # fmt: skip
     """A block a key tile: the tangents of dk and dv over all query heads of its key/value head, and a share of dq's.
 
-    rows: (batch, heads, COUNT, queries), what products start from; sum as `rows.attention_dq` reads it, zero before.
+    rows: (batch, heads, COUNT, queries), what products start from; sum as `rows.attention_dq` reads it, or where T.turned
+    `attention_turned_dq`, zero before.
     """
     MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
     STAGES: gl.constexpr = T.stages
@@ -253,8 +284,8 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
     if MOVES:
         tdout = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns_v], tdout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [COUNT * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout)
-    ds = gl.allocate_shared_memory(dk_desc.dtype, [4, 1, 1, 64, BLOCK_Q], dk_desc.layout)
-    shares = gl.allocate_shared_memory(gl.float32, [2, 1, 1, T.columns // 4, 256], sum_desc.layout)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [4, 64, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], q_desc.dtype))
+    shares = gl.allocate_shared_memory(gl.float32, [2 * T.parts_dq, 1, 1, 64 * BLOCK_Q // 256, 256], sum_desc.layout)
     memory = SecondMemory(k, tk, v, tv, q, tq, dout, tdout, rows, ds, shares, make_channel(1, 0),
                           make_channel(STAGES, 2, 1, True))  # fmt: skip
     fence_async_shared()
@@ -264,3 +295,20 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
         (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 1, MOVES, T)),
         (load, (q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, memory, sizes, band, T)),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+@jit(do_not_specialize=PLAIN_INTEGERS)
+def attention_turned_dq(sum_ptr, dq_ptr, strides, seqlen_q, heads, scale, T: tl.constexpr):
+    """dq = sum * scale in its own type and order, of T.block_q queries a program; strides of dq."""
+    BLOCK_Q: tl.constexpr = T.block_q
+    COLUMNS: tl.constexpr = T.columns
+    await_stream()
+    tiles = padded_rows(seqlen_q) // BLOCK_Q
+    part, head = tl.program_id(0), tl.program_id(0) // tiles
+    row = part % tiles * BLOCK_Q
+    value = tl.load(sum_ptr + part.to(tl.int64) * (BLOCK_Q * COLUMNS) + tl.arange(0, BLOCK_Q * COLUMNS))
+    # (half, 8 queries, warp, column of 8, pair, eight of a warp, query of a pair) -> (queries, columns)
+    value = tl.reshape(value, [2, BLOCK_Q // 8, COLUMNS // 32, 8, 4, 2, 2])
+    value = tl.reshape(tl.permute(value, (1, 4, 6, 0, 2, 5, 3)), [BLOCK_Q, COLUMNS])
+    dq = dq_ptr + head_offset(head // heads, head % heads, strides) + row_offset(row, strides)
+    store_tile(dq, strides, value * scale, seqlen_q - row, T.head_dim, BLOCK_Q, COLUMNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 from flashtile.kernels.sm90.host.arguments import product_scale
 from flashtile.kernels.sm90.host.tile_backward import PADDED_ROWS
@@ -24,7 +25,7 @@ def sums_dq(p: AttentionProblem, direction: Direction) -> bool:
     tile = SecondTile.of(p)
     every = frozenset("qkv")
     return (
-        tile.columns == tile.columns_v == GROUP_ROWS
+        tile.columns == tile.columns_v <= 128
         and not (tile.mask.blanks or p.deterministic)
         and direction.moved == every
         and direction.wanted >= every
@@ -35,9 +36,9 @@ def sums_dq(p: AttentionProblem, direction: Direction) -> bool:
 def plan_keys(p: AttentionProblem, device: Device, direction: Direction, tile: SecondTile | None = None) -> Plan:
     """The tangent pass, the pass over keys, and dq of its sum; `tile` overrides the chosen one."""
     from flashtile.kernels.sm90.backward.rows import attention_dq
-    from flashtile.kernels.sm90.second.kernel import attention_second
+    from flashtile.kernels.sm90.second.kernel import attention_second, attention_turned_dq
 
-    tile, counts = tile or SecondTile.of(p), integers(p)
+    tile, counts = tile or SecondTile.of(p, 1 + ("tdout" in direction.given)), integers(p)
     span = ceil(p.span_q / 4) * 4  # the copy engine wants strides of 16 bytes
     padded = ceil(p.span_q / PADDED_ROWS) * PADDED_ROWS
     heads = p.slabs * p.heads_q
@@ -63,7 +64,7 @@ def plan_keys(p: AttentionProblem, device: Device, direction: Direction, tile: S
             Descriptor("rows", (1, 1, 1, tile.block_q), axes=(0, 1, 2, 3), swizzled=False),
             of("dk", "k"),
             of("dv", "v"),
-            Descriptor("dq_sum", (1, 1, tile.columns // 4, 256), axes=(0, 1, 2, 3), swizzled=False),
+            Descriptor("dq_sum", (1, 1, tile.columns // tile.parts_dq * tile.block_q // 256, 256), axes=(0, 1, 2, 3), swizzled=False),
             *(counts[n] for n in ("heads", "group", "left", "right")),
             product_scale(p),
         ),
@@ -71,11 +72,14 @@ def plan_keys(p: AttentionProblem, device: Device, direction: Direction, tile: S
         4,
         early=True,
     )
-    sums = Pointer("dq_sum"), None
+    sums: Any = Pointer("dq_sum") if tile.turned else (Pointer("dq_sum"), None)
+    args = (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value)
+    if not tile.turned:
+        args = (*args, (None, None, None))
     dq = KernelCall(
-        attention_dq,
-        (padded // GROUP_ROWS * heads, 1, 1),
-        (sums, Pointer("dq"), Strides("dq"), counts["seqlen_q"], counts["heads"], p.scale_value, (None, None, None)),
+        attention_turned_dq if tile.turned else attention_dq,
+        (padded // tile.block_q * heads, 1, 1),
+        args,
         (("T", tile),),
         ROW_WARPS,
         registers=ROW_REGISTERS,
