@@ -203,6 +203,11 @@ class ForwardTile(Narrow):
         return "entropy" in self.statistics
 
     @property
+    def finds_largest(self) -> bool:
+        """Whether a row's largest score is told from its largest probability: exponents are not measured from that score."""
+        return "peak" in self.statistics and self.softmax.watches
+
+    @property
     def block_q(self) -> int:
         return self.groups * GROUP_ROWS
 
@@ -336,7 +341,7 @@ def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
     1.15 with maxima; of 64 columns 1.20 of 1.21 (docs/lab/tuning.md, 45).
     """
     made = replace(make_forward_tile(problem, launch, form), statistics=statistics)
-    if statistics == "entropy" and made.softmax.watches and made.columns * made.parts == 128:
+    if made.softmax.watches and (statistics == "peak" or (statistics == "entropy" and made.columns * made.parts == 128)):
         return made
     softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
     pipeline = replace(made.pipeline, singly=made.columns == 32)
