@@ -38,7 +38,7 @@ COUNT = constexpr(5)  # numbers of a row: what `tangent.kernel.store_starts` sto
 
 @aggregate
 class SecondMemory:
-    """Shared memory of a block. Tiles are [places, 1, 1, rows, columns]; tdout is dout where it has no tangent."""
+    """Shared memory of a block. Tiles are [places, 1, 1, rows, columns]."""
 
     k: gl.shared_memory_descriptor
     tk: gl.shared_memory_descriptor
@@ -46,8 +46,7 @@ class SecondMemory:
     tv: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
     tq: gl.shared_memory_descriptor
-    dout: gl.shared_memory_descriptor
-    tdout: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor  # then its tangent, where it has one
     rows: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # of each consumer the gradient of its scores, and its tangent
     shares: gl.shared_memory_descriptor  # of dq; at the end dk and dv
@@ -55,9 +54,9 @@ class SecondMemory:
     queries: Channel  # with all that belongs to them
 
     @gluon.constexpr_function
-    def __init__(self, k, tk, v, tv, q, tq, dout, tdout, rows, ds, shares, keys, queries):
+    def __init__(self, k, tk, v, tv, q, tq, dout, rows, ds, shares, keys, queries):
         self.k, self.tk, self.v, self.tv = k, tk, v, tv
-        self.q, self.tq, self.dout, self.tdout, self.rows = q, tq, dout, tdout, rows
+        self.q, self.tq, self.dout, self.rows = q, tq, dout, rows
         self.ds, self.shares, self.keys, self.queries = ds, shares, keys, queries
 
 
@@ -87,8 +86,8 @@ def find(sizes, band, T: gl.constexpr):
         if column + BLOCK_K > sizes.k:
             full_lo = hi
             full_hi = hi
-    return KeyTile(column, number // heads_kv, number % heads_kv, gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi),
-                   gl.cdiv(hi - lo, BLOCK_Q))  # fmt: skip
+    lo, full_lo, full_hi = gl.to_tensor(lo), gl.to_tensor(full_lo), gl.to_tensor(full_hi)
+    return KeyTile(column, number // heads_kv, number % heads_kv, lo, full_lo, full_hi, gl.cdiv(hi - lo, BLOCK_Q))
 
 
 @gluon.jit
@@ -118,7 +117,7 @@ def load(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_des
             tma_load(tq_desc, [at.batch, head, start, 0], bar, memory.tq.index(place))
             tma_load(dout_desc, [at.batch, head, start, 0], bar, memory.dout.index(place))
             if MOVES:
-                tma_load(tdout_desc, [at.batch, head, start, 0], bar, memory.tdout.index(place))
+                tma_load(tdout_desc, [at.batch, head, start, 0], bar, memory.dout.index(T.stages + place))
             for i in gl.static_range(COUNT):
                 tma_load(rows_desc, [at.batch, head, i, start], bar, memory.rows.index(COUNT * place + i))
             step = step + 1
@@ -191,7 +190,6 @@ def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scal
     v, tv = memory.v.index(own).reshape([64, COLUMNS_V]), memory.tv.index(own).reshape([64, COLUMNS_V])
     q, tq = memory.q.index(place).reshape([BLOCK_Q, COLUMNS]), memory.tq.index(place).reshape([BLOCK_Q, COLUMNS])
     dout = memory.dout.index(place).reshape([BLOCK_Q, COLUMNS_V])
-    tdout = memory.tdout.index(place).reshape([BLOCK_Q, COLUMNS_V])
 
     memory.queries.wait(step)
     zero = starts(rows_of(memory, place, 0, T), BLOCK_Q, False)
@@ -199,7 +197,9 @@ def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scal
     slope = times(tk, q, times(k, tq, zero, False), True)
     dp = times(v, dout, zero, False)
     tdp = times(tv, dout, zero, False)
+    tdout = dout
     if MOVES:
+        tdout = memory.dout.index(T.stages + place).reshape([BLOCK_Q, COLUMNS_V])
         tdp = times(v, tdout, tdp, True)
     masked = (start < at.full_lo) | (start >= at.full_hi)
     raw, slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[raw, slope])
@@ -263,31 +263,31 @@ def columns_share(keys, tangents_of_keys, ds, tds):
 
 @gluon.jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, dk_desc, dv_desc,
-                     sum_desc, heads, group, left, right, scale, T: gl.constexpr):  # fmt: skip
+                     sum_desc, left, right, scale, T: gl.constexpr):  # fmt: skip
     """A block a key tile: the tangents of dk and dv over all query heads of its key/value head, and a share of dq's.
 
-    rows: (batch, heads, COUNT, queries), what products start from; sum as `rows.attention_dq` reads it, or where T.turned
+    rows: (batch, heads, COUNT, queries), what is known of queries; sum as `rows.attention_dq` reads it, or where T.turned
     `attention_turned_dq`, zero before.
     """
     MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
     STAGES: gl.constexpr = T.stages
     BLOCK_Q: gl.constexpr = T.block_q
-    sizes, band = Sizes(q_desc.shape[2], k_desc.shape[2], heads, group), (left, right)
+    heads = q_desc.shape[1]
+    sizes, band = Sizes(q_desc.shape[2], k_desc.shape[2], heads, heads // k_desc.shape[1]), (left, right)
     k = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, T.columns], k_desc.layout)
     tk = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, T.columns], tk_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, T.columns_v], v_desc.layout)
     tv = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, T.columns_v], tv_desc.layout)
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns], q_desc.layout)
     tq = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns], tq_desc.layout)
-    dout = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout)
-    tdout = dout
-    if MOVES:
-        tdout = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, 1, BLOCK_Q, T.columns_v], tdout_desc.layout)
+    DOUTS: gl.constexpr = 2 * STAGES if MOVES else STAGES
+    dout = gl.allocate_shared_memory(dout_desc.dtype, [DOUTS, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [COUNT * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [4, 64, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], q_desc.dtype))
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], q_desc.dtype)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [4, 64, BLOCK_Q], SCORES)
     shares = gl.allocate_shared_memory(gl.float32, [2 * T.parts_dq, 1, 1, 64 * BLOCK_Q // 256, 256], sum_desc.layout)
-    memory = SecondMemory(k, tk, v, tv, q, tq, dout, tdout, rows, ds, shares, make_channel(1, 0),
-                          make_channel(STAGES, 2, 1, True))  # fmt: skip
+    keys, queries = make_channel(1, 0), make_channel(STAGES, 2, 1, True)
+    memory = SecondMemory(k, tk, v, tv, q, tq, dout, rows, ds, shares, keys, queries)
     fence_async_shared()
     await_stream()
     gl.warp_specialize([

@@ -337,8 +337,9 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
 
 @gluon.jit
 def store_starts(ptr, span, level, mean, delta, tdelta, lone, at, whole, index):
-    """What products of `second.kernel` start from (of scores, their tangents, dp, its tangent) and 0 where a row is LONE, else
-    1; queries that do not exist have 0 for q and dout, so that nothing comes of them.
+    """Each row's numbers as `second.kernel` loads them: level, mu, delta, its tangent, and 0 where the row is LONE, else 1.
+
+    Of queries that do not exist, too, of which nothing comes, for q and dout are 0.
     """
     first, here = ptr + (at.slab * whole.heads + at.head).to(gl.int64) * (5 * span) + index, index < span
     gl.store(first, level, mask=here)
@@ -397,8 +398,8 @@ def attention_tangent(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, out_des
     """Descriptors, counts and rest as `forward.attention_forward` has them; of tk and tv None where these do not move.
 
     targets = (lse, its tangent, FIELDS of each row as `portable.tangent` leaves them, and what these are made of: (dout, dlse,
-    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous. Last, where
-    rows are those of `store_starts`, (batch, heads_q, 5, queries), how many queries these are: some more than there are.
+    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous. Last,
+    where rows are those of `store_starts`, (batch, heads_q, 5, queries), how many queries these are: some more than there are.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
