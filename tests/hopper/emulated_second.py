@@ -40,8 +40,8 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
         return attention_reference(*x, mask=problem.mask, score=[], scale=problem.scale)
 
     def gradients(*x: torch.Tensor) -> Any:
-        made, back = torch.func.vjp(attend, *x[:3])
-        return (*made, *back(x[3:]))
+        made: Any = torch.func.vjp(attend, *x[:3])
+        return (*made[0], *made[1](x[3:]))
 
     made: Any = torch.func.jvp(gradients, (*inputs, *arriving), along)
     exact = dict(zip(("tout", "tlse", "dq", "dk", "dv"), made[1], strict=True))
