@@ -11,7 +11,7 @@ from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.grid import Sizes, padded_rows, seat
 from flashtile.kernels.device.mask import key_range
 from flashtile.kernels.device.memory import head_offset, row_offset, store_tile
-from flashtile.kernels.device.stream import await_stream
+from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.backward.scores import hide, starts
 from flashtile.kernels.sm90.backward.split_tiles import flatten
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
@@ -145,6 +145,7 @@ def consume(dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, W: gl.conste
     if PLACES == 2:
         store_wait(0)
     store_gradient(dv_desc, memory, dv, W * (PLACES // 2) + PLACES // 4, PLACES, at, W)
+    let_next()
     store_wait(0)
 
 
@@ -289,7 +290,7 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
     keys, queries = make_channel(1, 0), make_channel(STAGES, 2, 1, True)
     memory = SecondMemory(k, tk, v, tv, q, tq, dout, rows, ds, shares, keys, queries)
     fence_async_shared()
-    await_stream()
+    await_stream(False)
     gl.warp_specialize([
         (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 0, MOVES, T)),
         (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 1, MOVES, T)),
