@@ -268,7 +268,7 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
     """A block a key tile: the tangents of dk and dv over all query heads of its key/value head, and a share of dq's.
 
     rows: (batch, heads, COUNT, queries), what is known of queries; sum as `rows.attention_dq` reads it, or where T.turned
-    `attention_turned_dq`, zero before.
+    `attention_turned_dq`, which the tangent pass has cleared.
     """
     MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
     STAGES: gl.constexpr = T.stages

@@ -44,9 +44,9 @@ def plan_keys(p: AttentionProblem, device: Device, direction: Direction, tile: S
     heads = p.slabs * p.heads_q
     scratch = (
         Buffer("rows", (p.slabs, p.heads_q, 5, span), "fp32", "scratch"),
-        Buffer("dq_sum", (1, 1, heads * padded * tile.columns // 256, 256), "fp32", "scratch", zeroed=True),
+        Buffer("dq_sum", (1, 1, heads * padded * tile.columns // 256, 256), "fp32", "scratch"),
     )
-    first, notes = first_pass(p, device, direction, span)
+    first, notes = first_pass(p, device, direction, (span, Pointer("dq_sum")))
     rows = {"k": GROUP_ROWS, "v": GROUP_ROWS}
     columns = {"k": tile.columns, "q": tile.columns}
 

@@ -67,14 +67,14 @@ def plan_second(p: AttentionProblem, device: Device, direction: Direction, plan:
 
 
 def first_pass(
-    p: AttentionProblem, device: Device, direction: Direction, span: int | None
+    p: AttentionProblem, device: Device, direction: Direction, behind: tuple[int, Pointer] | None
 ) -> tuple[KernelCall, tuple[str, ...]]:
-    """(the tangent pass of a second derivative, its notes); span: of how many queries a field of rows is, which lie so."""
+    """(the tangent pass of a second derivative, its notes); behind: what `attention_tangent` has last of the targets."""
     launch, fired = tangent_choice(p, device, direction.moved)
     given = tuple(Pointer(n) if n in direction.given else None for n in ARRIVING)
     strides = tuple(Strides(n if n in direction.given else "q") for n in ARRIVING)
     made = (None, "tout" if "out" in direction.wanted else None)
-    targets = (None, Pointer("tlse") if "lse" in direction.wanted else None, Pointer("rows"), given, strides, span)
+    targets = (None, Pointer("tlse") if "lse" in direction.wanted else None, Pointer("rows"), given, strides, behind)
     call = tangent_call(p, device, direction, launch, made, targets)
     return call, (f"tangent tile {launch.spell()}", *told(fired))
 
