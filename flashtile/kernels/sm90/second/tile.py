@@ -33,10 +33,10 @@ class SecondTile(Narrow):
         """The tile for a problem; arriving: tensors like out that a step loads, 2 where dout's tangent does."""
         mask = BackwardMask.of(p, p.seqlen_k % (2 * GROUP_ROWS) != 0, blanks=unseen(p))
         columns, columns_v = columns_of(p.head_dim), columns_of(p.head_dim_v)
-        half = columns > GROUP_ROWS
+        half, moves = columns > GROUP_ROWS, arriving > 1
         return cls(
             *(p.head_dim, p.head_dim_v, columns, columns_v, mask, Items.of(p)),
-            stages=1 if half and arriving > 1 else 2,  # which is what shared memory has room for
+            stages=(1 if half else 2) if moves else 2 if half else 3,  # which is what shared memory has room for
             block_q=GROUP_ROWS // 2 if half else GROUP_ROWS,
         )
 
