@@ -337,9 +337,9 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
     """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without.
 
-    But of 128 columns entropies alone need none, nor do largest scores, which largest probabilities tell. An H200, 1 x 16384, 16
-    heads of 128, full and causal, entropies: 1.12 and 1.08 of the forward, 1.18 and 1.15 with maxima; of 64 columns 1.20 of 1.21
-    (docs/lab/tuning.md, 45), largest scores 1.08 of 1.07 (50).
+    But of 128 columns entropies alone need none, nor do largest scores, which largest probabilities tell. An H200, 1 x 16384,
+    16 heads of 128, full and causal, entropies: 1.12 and 1.08 of the forward, 1.18 and 1.15 with maxima; of 64 columns 1.20 of
+    1.21 (docs/lab/tuning.md, 45), largest scores 1.08 of 1.07 (50).
     """
     made = replace(make_forward_tile(problem, launch, form), statistics=statistics)
     if made.softmax.watches and made.columns * made.parts == 128 and statistics in ("peak", "entropy"):
