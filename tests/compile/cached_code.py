@@ -56,6 +56,7 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # values are colum
     "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512, None),
     "hopper e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED),
     "hopper alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(1, 8192, 1, False), 256, None),
+    "hopper e4m3 rows": ("attention(q=8x16x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 64, 64), 256, STORED),
     "hopper e4m3 alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
     "hopper folds": ("attention(q=64x1x32x128,kv=8192x8x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
     "hopper latent 16": ("attention(q=64x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 256, None),

@@ -20,7 +20,7 @@ from tests.hopper.emulated import error, poisoned, report
 
 # isort: split
 from flashtile.kernels.sm90.cached.plan import plan_cached
-from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, candidates, refusals
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, candidates, may_turn, refusals
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
@@ -34,6 +34,9 @@ STORED_TILES = tuple(
     CachedLaunch(block_k, stages, places=places)
     for block_k, stages, places in ((64, 3, 0), (64, 3, 2), (32, 2, 0), (32, 2, 1), (128, 2, 0), (128, 2, 2), (64, 2, 3))
 )
+
+
+TURNED = tuple(CachedLaunch(block_k, stages, turned=True) for block_k, stages in ((64, 4), (128, 2), (64, 3)))
 
 
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
@@ -68,6 +71,8 @@ def assess(case: Any) -> dict[str, Any]:
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
     tiles = candidates(problem) if latent else STORED_TILES if stored else TILES
+    if may_turn(problem):
+        tiles = (*TURNED, *tiles)
     launch = tiles[seed % len(tiles)]
     plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)
     buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)

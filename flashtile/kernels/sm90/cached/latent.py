@@ -11,8 +11,8 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.kernel import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
+from flashtile.kernels.sm90.cached.seat import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout

@@ -21,8 +21,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
 
     p, pages, split = problem.attention, problem.pages, problem.split
     launch = choose.choose_cached(problem) if launch is None else launch
-    heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
-    tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
+    heads = choose.heads_of(problem)
+    tiles = p.batch * -(-p.seqlen_q // (launch.rows_of(heads * p.seqlen_q) // heads))
     chunks = -(-p.group // heads)
     least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device, least)

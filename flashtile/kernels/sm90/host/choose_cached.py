@@ -15,6 +15,7 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
+TURNED_ROWS = (8, 32)  # of queries, that products whose rows are keys have at least and at most
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
@@ -29,16 +30,21 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
-    8-bit tiles that who loads has converted, 0 where who multiplies converts them.
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; whether keys are the rows of the products.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
     places: int = 0
+    turned: bool = False
+
+    def rows_of(self, rows: int) -> int:
+        """Rows of the queries' tile, of so many that there are."""
+        return max(TURNED_ROWS[0], 1 << (rows - 1).bit_length()) if self.turned else GROUP_ROWS
 
     def spell(self) -> str:
-        words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
+        words = [f"{self.block_k} keys turned" if self.turned else f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
@@ -80,15 +86,13 @@ class CachedTile(Narrow):
     v_scale: bool = False
     lowers: bool = False  # queries are bf16, and multiplied in fp16
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
+    rows: int = GROUP_ROWS  # of queries and heads
+    turned: bool = False  # keys are the rows of products
 
     @property
     def may_start_empty(self) -> bool:
         """Never so here: what is shared with the forward asks."""
         return False
-
-    @property
-    def rows(self) -> int:
-        return GROUP_ROWS
 
     @property
     def boxes(self) -> int:
@@ -111,7 +115,7 @@ class CachedTile(Narrow):
     @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return self.pipeline.places or (1 if self.converts else self.pipeline.stages)
+        return self.pipeline.places or (1 if self.converts and not self.turned else self.pipeline.stages)
 
     @property
     def copied_columns_k(self) -> int:
@@ -135,6 +139,7 @@ class CachedTile(Narrow):
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
     32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
+    Where queries are few, keys are the rows: 64 KiB, so that three blocks share a multiprocessor.
     """
     p, pages = problem.attention, problem.pages
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
@@ -145,14 +150,29 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
         if narrow:
             apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
         best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
-        return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
+        turned = ()
+        if may_turn(problem):
+            more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
+            turned = (CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True))
+        return (*turned, *best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
+    turned = (CachedLaunch(64, 3, turned=True), CachedLaunch(64, 2, turned=True)) if may_turn(problem) else ()
     if narrow:
-        return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
-    return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
+        return CachedLaunch(128), *turned, CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
+    return CachedLaunch(), *turned, CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
 
 def choose_cached(problem: CachedProblem) -> CachedLaunch:
     return candidates(problem)[0]
+
+
+def heads_of(problem: CachedProblem) -> int:
+    """Heads that a tile packs."""
+    return min(1 << (problem.attention.group - 1).bit_length(), GROUP_ROWS)
+
+
+def may_turn(problem: CachedProblem) -> bool:
+    """Whether queries are few enough for products whose rows are keys."""
+    return not problem.shared and heads_of(problem) * problem.attention.seqlen_q <= TURNED_ROWS[1]
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
@@ -161,6 +181,7 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
     if problem.shared:  # accumulators leave no registers for the sum of another part
         direct = folds = problem.splits == 1
+    rows = launch.rows_of(heads * p.seqlen_q)
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
@@ -170,7 +191,8 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
+        turned=launch.turned,
     )  # fmt: skip
 
 
