@@ -55,6 +55,12 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # values are colum
     "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
     "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512, None),
     "hopper e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED),
+    "hopper padded": (
+        "attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)",
+        Pages(8, 4096, 1, False, True),
+        256,
+        None,
+    ),
     "hopper alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(1, 8192, 1, False), 256, None),
     "hopper e4m3 rows": ("attention(q=8x16x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 64, 64), 256, STORED),
     "hopper e4m3 alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),

@@ -43,7 +43,8 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
     """out and lse of parts of `split` keys: of those that hold a key that some query of an item may see, and of no others."""
     p = problem.attention
     outs, sums = list[torch.Tensor](), list[torch.Tensor]()
-    for i, count in enumerate(tensors["seqused_k"].tolist()):
+    keys = tensors["seqused_k"] - tensors.get("first_k", torch.zeros(1, dtype=torch.int32))
+    for i, count in enumerate(keys.tolist()):
         for row in range(p.seqlen_q):
             position = count - p.seqlen_q + row
             lo = 0 if p.band.left is None else min(max(position - p.band.left, 0), count)

@@ -296,14 +296,14 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left,
+def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
                   right, rest, T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
     T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
     total) of parts, as `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer
-    or None, its strides); rest = (group, batch, scale).
+    or None, its strides); lengths as `seat_of` has them; rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
     KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype  # pyright: ignore[reportAssignmentType]
@@ -330,7 +330,7 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     if T.apart:
         gl.warp_specialize([
             (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),

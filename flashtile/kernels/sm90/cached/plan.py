@@ -39,8 +39,9 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     )
     keys = Descriptor("k", (1, 1, tile.box, tile.copied_columns_k))
     strides = Strides("q"), Strides("out"), Strides("sink") if sink else (0,)
+    lengths = (Pointer("seqused_k"), Pointer("first_k") if pages.first else None)
     sizes = (
-        table, Pointer("seqused_k"), p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
+        table, lengths, p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
         (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
     )  # fmt: skip
     if problem.shared:

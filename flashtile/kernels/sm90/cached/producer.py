@@ -46,7 +46,7 @@ def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
             page = gl.minimum(gl.maximum(gl.load(table_ptr + at), 0), count - 1)
             row = key % PAGE
         else:
-            page, row = seat.item, key
+            page, row = seat.item, seat.row + key
         pages, rows = pages + (page,), rows + (row,)  # noqa: RUF005
     return pages, rows
 

@@ -22,6 +22,7 @@ class CachedSeat(NamedTuple):
     chunk: gl.tensor  # which of the tiles that a group of heads takes
     queries: gl.tensor  # of the item
     keys: gl.tensor  # of the item
+    row: gl.tensor  # of a contiguous cache, where the first key is
     first: gl.tensor  # keys from first to end are this block's, a multiple of T.block_k
     end: gl.tensor
     whole_from: gl.tensor  # tiles from here to whole_to are seen whole
@@ -31,8 +32,10 @@ class CachedSeat(NamedTuple):
 
 
 @gluon.jit
-def seat_of(number, used_ptr, sizes, T: gl.constexpr):
-    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
+def seat_of(number, lengths, sizes, T: gl.constexpr):
+    """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items; sizes = (seqlen_q,
+    heads_kv, capacity, shares of an item's keys, left, right).
+    """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     heads = sizes[1] * T.chunks
@@ -40,7 +43,10 @@ def seat_of(number, used_ptr, sizes, T: gl.constexpr):
     share, tile = rest % sizes[3], rest // sizes[3]
     tiles = (sizes[0] + TOKENS - 1) // TOKENS
     item, token = tile // tiles, tile % tiles * TOKENS
-    keys = gl.maximum(gl.minimum(gl.load(used_ptr + item), sizes[2]), 0)
+    row = gl.to_tensor(0)
+    if lengths[1] is not None:
+        row = gl.maximum(gl.load(lengths[1] + item), 0)
+    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item), sizes[2]) - row, 0)
     lo, full_lo, full_hi, hi, ends = tiles_seen(
         token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )
@@ -48,7 +54,7 @@ def seat_of(number, used_ptr, sizes, T: gl.constexpr):
     if T.split > 0:
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
     return CachedSeat(
-        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]
     )
 
 

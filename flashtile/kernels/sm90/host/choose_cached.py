@@ -217,8 +217,8 @@ def refusals(problem: CachedProblem) -> list[str]:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
     if p.where or p.score:
         reasons.append("there are predicates or score modifiers; supported are bands, windows and sinks")
-    if pages.first:
-        reasons.append("keys begin at first_k; supported are keys from row 0 on")
+    if pages.first and pages.table:
+        reasons.append("keys begin at first_k in a table of pages; supported are keys from row 0 on, or a contiguous cache")
     size = pages.page_size
     if pages.table and (size < SWIZZLED_ROWS or size & (size - 1)):
         reasons.append(
