@@ -44,11 +44,11 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         table, lengths, p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
         (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
     )  # fmt: skip
-    if problem.shared:
+    if problem.shared and not launch.turned:
         queries = Descriptor("q", (1, GROUP_ROWS // heads, heads, choose.STRIP), axes=(0, 1, 2, 3))
         kernel, args = decode_latent, (queries, keys, outputs, strides, *sizes)
     else:
-        values = Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        values = keys if problem.shared else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (tiles * shares * p.heads_kv * chunks, 1, 1), args, (("T", tile),), 4, contracts=False,

@@ -3,7 +3,7 @@
 from flashtile.kernels.sm90.cached.producer import STRIP
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.parts import first_parts
-from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast
+from flashtile.triton_glue.gluon import abreast, fence_async_shared, gl, gluon, recast, uniform
 
 
 @gluon.jit
@@ -12,7 +12,11 @@ def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
     COUNT: gl.constexpr = T.places * PARTS
     BLOCK_K: gl.constexpr = T.block_k
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], tiles.dtype)
-    return first_parts(recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED), place, BLOCK_K, STRIP, PARTS)
+    strips = recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED)
+    if PARTS > 2:
+        return abreast(strips, uniform(place), BLOCK_K, STRIP, PARTS)
+    else:
+        return first_parts(strips, place, BLOCK_K, STRIP, PARTS)
 
 
 @gluon.jit

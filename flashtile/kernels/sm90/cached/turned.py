@@ -28,11 +28,13 @@ from flashtile.kernels.sm90.device.layouts import (
 from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.kernels.sm90.device.scores import level
 from flashtile.triton_glue.gluon import (
+    abreast,
     fence_async_shared,
     gl,
     gluon,
     pack,
     recast,
+    uniform,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -145,17 +147,25 @@ def let_go(channel, use, T: gl.constexpr):
 
 @gluon.jit
 def multiply_keys(mem, use, T: gl.constexpr):
-    """A key tile times queries, under way."""
+    """A key tile times queries, under way. Of latents the ring of values has all columns but the last 64."""
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     PARTS: gl.constexpr = T.parts_k
-    queries = first_parts(mem.q, 0, ROWS, STRIP, PARTS).permute((1, 0))
     zero = gl.zeros([BLOCK_K, ROWS], gl.float32, matrix_layout(ROWS))  # pyright: ignore[reportCallIssue]
     mem.keys.wait(use)
-    if T.converts:
+    if T.latent:
+        mem.values.wait(use)
+        first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in registers for the next tile
+        queries = abreast(mem.q, first, ROWS, STRIP, T.parts_v).permute((1, 0))
+        score = warpgroup_mma(tile_of(mem.v, mem.values.at(use), T.parts_v, T), queries, zero, use_acc=False, is_async=True)
+        queries = mem.q.index(first + T.parts_v).reshape([ROWS, STRIP]).permute((1, 0))
+        return warpgroup_mma(tile_of(mem.k, mem.keys.at(use), 1, T), queries, score, is_async=True)
+    elif T.converts:
+        queries = first_parts(mem.q, 0, ROWS, STRIP, PARTS).permute((1, 0))
         keys = key_operand(mem, use, T)
         return warpgroup_mma(keys, queries, zero, use_acc=False, is_async=True)
     else:
+        queries = first_parts(mem.q, 0, ROWS, STRIP, PARTS).permute((1, 0))
         keys = tile_of(mem.k, mem.keys.at(use), PARTS, T)
         return warpgroup_mma(keys, queries, zero, use_acc=False, is_async=True)
 

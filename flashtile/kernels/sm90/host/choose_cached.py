@@ -16,6 +16,7 @@ SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
 TURNED_ROWS = (8, 32)  # of queries, that products whose rows are keys have at least and at most
+LATENT_ROWS = 16  # and so many over latents: 512 numbers of each, and a sum of parts, are in a warpgroup's registers
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
@@ -88,6 +89,7 @@ class CachedTile(Narrow):
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
     rows: int = GROUP_ROWS  # of queries and heads
     turned: bool = False  # keys are the rows of products
+    latent: bool = False  # values are the first columns of the keys, which have one strip more
 
     @property
     def may_start_empty(self) -> bool:
@@ -129,7 +131,12 @@ class CachedTile(Narrow):
     @property
     def copied_k(self) -> int:
         """Strips that the copy engine brings: bytes of all columns are one."""
-        return 1 if self.stored else self.parts_k
+        return 1 if self.stored or self.latent else self.parts_k
+
+    @property
+    def first_copied_k(self) -> int:
+        """The first of them."""
+        return self.parts_v if self.latent else 0
 
     @property
     def copied_v(self) -> int:
@@ -143,7 +150,7 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """
     p, pages = problem.attention, problem.pages
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return (CachedLaunch(64, 2, None),)
+        return (CachedLaunch(64, 2, None), *((CachedLaunch(64, 2, None, turned=True),) if may_turn(problem) else ()))
     narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
         apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
@@ -172,27 +179,27 @@ def heads_of(problem: CachedProblem) -> int:
 
 def may_turn(problem: CachedProblem) -> bool:
     """Whether queries are few enough for products whose rows are keys."""
-    return not problem.shared and heads_of(problem) * problem.attention.seqlen_q <= TURNED_ROWS[1]
+    return heads_of(problem) * problem.attention.seqlen_q <= (LATENT_ROWS if problem.shared else TURNED_ROWS[1])
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
     p, pages = problem.attention, problem.pages
     direct = bool(problem.split) and parts >= problem.splits
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
-    if problem.shared:  # accumulators leave no registers for the sum of another part
+    if problem.shared and not launch.turned:  # accumulators leave no registers for the sum of another part
         direct = folds = problem.splits == 1
     rows = launch.rows_of(heads * p.seqlen_q)
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
     pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
-    if problem.shared:
+    if problem.shared and not launch.turned:
         pipeline = CachedPipeline(launch.stages, 0, 24)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
-        turned=launch.turned,
+        turned=launch.turned, latent=problem.shared,
     )  # fmt: skip
 
 
