@@ -15,7 +15,7 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
-TURNED_ROWS = (8, 32)  # of queries, that products whose rows are keys have at least and at most
+TURNED_ROWS = (8, 16, 32)  # of queries, that products whose rows are keys may have
 LATENT_ROWS = 16  # and so many over latents: 512 numbers of each, and a sum of parts, are in a warpgroup's registers
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
@@ -42,7 +42,7 @@ class CachedLaunch:
 
     def rows_of(self, rows: int) -> int:
         """Rows of the queries' tile, of so many that there are."""
-        return max(TURNED_ROWS[0], 1 << (rows - 1).bit_length()) if self.turned else GROUP_ROWS
+        return next(tile for tile in TURNED_ROWS if rows <= tile) if self.turned else GROUP_ROWS
 
     def spell(self) -> str:
         words = [f"{self.block_k} keys turned" if self.turned else f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
@@ -179,7 +179,7 @@ def heads_of(problem: CachedProblem) -> int:
 
 def may_turn(problem: CachedProblem) -> bool:
     """Whether queries are few enough for products whose rows are keys."""
-    return heads_of(problem) * problem.attention.seqlen_q <= (LATENT_ROWS if problem.shared else TURNED_ROWS[1])
+    return heads_of(problem) * problem.attention.seqlen_q <= (LATENT_ROWS if problem.shared else TURNED_ROWS[-1])
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
