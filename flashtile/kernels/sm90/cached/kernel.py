@@ -4,6 +4,7 @@ A block has 64 rows, queries packed with the heads that share keys, and goes thr
 kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
 n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
 then multiplied, too: keys are waited for, values are converted while keys are multiplied. Where T.apart who loads converts.
+Where T.turned, for few queries, keys and values are the rows of products (`turned.py`).
 """
 
 from typing import NamedTuple

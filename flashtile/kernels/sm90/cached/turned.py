@@ -1,4 +1,4 @@
-"""Attention over a cache with keys and values as the left operands: scores are keys x queries, the result columns x queries.
+"""Attention over a cache with keys and values as left operands: scores are keys x queries, the result is columns x queries.
 
 The matrix unit takes 64 rows on the left and as few as 8 columns on the right. One query of a few heads, as rows, leaves most
 of a tile to zeros, which are exponentiated like all others; as columns it leaves none. And left operands come from registers:
@@ -151,35 +151,35 @@ def multiply_keys(mem, use, T: gl.constexpr):
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     PARTS: gl.constexpr = T.parts_k
+    VALUES: gl.constexpr = T.parts_v
     zero = gl.zeros([BLOCK_K, ROWS], gl.float32, matrix_layout(ROWS))  # pyright: ignore[reportCallIssue]
     mem.keys.wait(use)
     if T.latent:
         mem.values.wait(use)
         first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in registers for the next tile
-        queries = abreast(mem.q, first, ROWS, STRIP, T.parts_v).permute((1, 0))
-        score = warpgroup_mma(tile_of(mem.v, mem.values.at(use), T.parts_v, T), queries, zero, use_acc=False, is_async=True)
-        queries = mem.q.index(first + T.parts_v).reshape([ROWS, STRIP]).permute((1, 0))
-        return warpgroup_mma(tile_of(mem.k, mem.keys.at(use), 1, T), queries, score, is_async=True)
+        wide = abreast(mem.q, first, ROWS, STRIP, VALUES)
+        score = times(tile_of(mem.v, mem.values.at(use), VALUES, T), wide, zero, False)
+        return times(tile_of(mem.k, mem.keys.at(use), 1, T), mem.q.index(first + VALUES).reshape([ROWS, STRIP]), score, True)
     elif T.converts:
-        queries = first_parts(mem.q, 0, ROWS, STRIP, PARTS).permute((1, 0))
-        keys = key_operand(mem, use, T)
-        return warpgroup_mma(keys, queries, zero, use_acc=False, is_async=True)
+        return times(key_operand(mem, use, T), first_parts(mem.q, 0, ROWS, STRIP, PARTS), zero, False)
     else:
-        queries = first_parts(mem.q, 0, ROWS, STRIP, PARTS).permute((1, 0))
-        keys = tile_of(mem.k, mem.keys.at(use), PARTS, T)
-        return warpgroup_mma(keys, queries, zero, use_acc=False, is_async=True)
+        return times(tile_of(mem.k, mem.keys.at(use), PARTS, T), first_parts(mem.q, 0, ROWS, STRIP, PARTS), zero, False)
+
+
+@gluon.jit
+def times(a, rows, acc, ADDS: gl.constexpr):
+    """`a` times rows of shared memory, under way, onto `acc` if ADDS."""
+    return warpgroup_mma(a, rows.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
 
 
 @gluon.jit
 def add_values(acc, mem, use, start, seat, T: gl.constexpr):
     """The accumulator plus a value tile times its probabilities, under way."""
-    weights = mem.p.index(use & 1).permute((1, 0))
     mem.values.wait(use)
     if T.converts:
-        return warpgroup_mma(value_operand(mem, use, start, seat, T), weights, acc, is_async=True)
+        return times(value_operand(mem, use, start, seat, T), mem.p.index(use & 1), acc, True)
     else:
-        values = tile_of(mem.v, mem.values.at(use), T.parts_v, T).permute((1, 0))
-        return warpgroup_mma(values, weights, acc, is_async=True)
+        return times(tile_of(mem.v, mem.values.at(use), T.parts_v, T).permute((1, 0)), mem.p.index(use & 1), acc, True)
 
 
 @gluon.jit
