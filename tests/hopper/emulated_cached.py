@@ -72,7 +72,7 @@ def assess(case: Any) -> dict[str, Any]:
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
     tiles = candidates(problem) if latent else STORED_TILES if stored else TILES
-    if may_turn(problem):
+    if may_turn(problem) and not latent:
         tiles = (*TURNED, *tiles)
     launch = tiles[seed % len(tiles)]
     plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)

@@ -15,8 +15,9 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
-TURNED_ROWS = (8, 16, 32)  # of queries, that products whose rows are keys may have
-LATENT_ROWS = 16  # and so many over latents: 512 numbers of each, and a sum of parts, are in a warpgroup's registers
+# Rows of queries that products whose rows are keys may have. An H200: of 32, 1 x 8192 takes 21.3 us, 20.4 the other way, and
+# over latents 512 numbers of each, and a sum of parts, would not be in a warpgroup's registers.
+TURNED_ROWS = (8, 16)
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
@@ -144,28 +145,41 @@ class CachedTile(Narrow):
 
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
-    """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
-    32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
-    Where queries are few, keys are the rows: 64 KiB, so that three blocks share a multiprocessor.
-    """
-    p, pages = problem.attention, problem.pages
-    if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
-        return (CachedLaunch(64, 2, None), *((CachedLaunch(64, 2, None, turned=True),) if may_turn(problem) else ()))
+    """Tiles, the best known first."""
+    p = problem.attention
     narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+    return (*(turned_tiles(problem, narrow) if may_turn(problem) else ()), *other_tiles(problem, narrow))
+
+
+def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
+    """Those whose rows are keys: 64 KiB of keys and values under way, so that three blocks share a multiprocessor. Of narrow
+    ones of 16 bits 48 are all that was measured.
+    """
+    if problem.shared:
+        return (CachedLaunch(64, 2, None, turned=True),)
+    if problem.stored is None:
+        tiles = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
+        return tiles[::-1] if narrow else tiles
+    more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
+    return CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True)
+
+
+def other_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
+    """Those of 64 rows of queries: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
+    32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
+    """
+    pages = problem.pages
+    if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
+        return (CachedLaunch(64, 2, None),)
     if problem.stored is not None:
         apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
         if narrow:
             apart, together = CachedLaunch(128, 2, places=2), CachedLaunch(128)
         best = (together, apart) if pages.table and pages.page_size < APART_PAGE else (apart, together)
-        turned = ()
-        if may_turn(problem):
-            more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
-            turned = (CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True))
-        return (*turned, *best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
-    turned = (CachedLaunch(64, 3, turned=True), CachedLaunch(64, 2, turned=True)) if may_turn(problem) else ()
+        return (*best, CachedLaunch(2 * STRIP if narrow else STRIP, 4, None, 2))
     if narrow:
-        return CachedLaunch(128), *turned, CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
-    return CachedLaunch(), *turned, CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
+        return CachedLaunch(128), CachedLaunch(64, 6), CachedLaunch(128, 6, None), CachedLaunch(64, 4)
+    return CachedLaunch(), CachedLaunch(64, 6, None), CachedLaunch(128, 3, None), CachedLaunch(32, 6)
 
 
 def choose_cached(problem: CachedProblem) -> CachedLaunch:
@@ -179,7 +193,7 @@ def heads_of(problem: CachedProblem) -> int:
 
 def may_turn(problem: CachedProblem) -> bool:
     """Whether queries are few enough for products whose rows are keys."""
-    return heads_of(problem) * problem.attention.seqlen_q <= (LATENT_ROWS if problem.shared else TURNED_ROWS[-1])
+    return heads_of(problem) * problem.attention.seqlen_q <= TURNED_ROWS[-1]
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
