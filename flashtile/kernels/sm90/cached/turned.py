@@ -86,21 +86,43 @@ def natural(acc, T: gl.constexpr):
 
 @gluon.jit
 def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
-    """(TurnedRows, key tiles used) of the keys from low to high, of which there are some."""
+    """(TurnedRows, key tiles used) of the keys from low to high, of which there are some.
+
+    Values are added while the next keys are multiplied, but of latents at once: they are the keys, and of two tiles in shared
+    memory the other is on its way meanwhile.
+    """
     BLOCK_K: gl.constexpr = T.block_k
-    score = multiply_keys(mem, use, T)
-    score = warpgroup_mma_wait(0, deps=[score])
-    let_go(mem.keys, use, T)
-    rows = nothing(T)
-    rows = weighed(rows, score, mem, use, low, seat, sizes, scale, False, T)
+    rows = first_step(nothing(T), mem, use, low, seat, sizes, scale, T)
+    if T.latent:
+        rows = last_step(rows, mem, use, low, seat, T)
     use += 1
     for start in range(low + BLOCK_K, high, BLOCK_K):
-        rows = step(rows, mem, use, start, seat, sizes, scale, T)
+        if T.latent:
+            rows = first_step(rows, mem, use, start, seat, sizes, scale, T)
+            rows = last_step(rows, mem, use, start, seat, T)
+        else:
+            rows = step(rows, mem, use, start, seat, sizes, scale, T)
         use += 1
-    last = low + (gl.cdiv(high - low, BLOCK_K) - 1) * BLOCK_K
-    acc = warpgroup_mma_wait(0, deps=[add_values(rows.acc, mem, use - 1, last, seat, T)])
-    let_go(mem.values, use - 1, T)
-    return TurnedRows(acc, rows.top, rows.total), use
+    if not T.latent:
+        last = low + (gl.cdiv(high - low, BLOCK_K) - 1) * BLOCK_K
+        rows = last_step(rows, mem, use - 1, last, seat, T)
+    return rows, use
+
+
+@gluon.jit
+def first_step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
+    """The state after a key tile, whose values are yet to be added."""
+    score = warpgroup_mma_wait(0, deps=[multiply_keys(mem, use, T)])
+    let_go(mem.keys, use, T)
+    return weighed(rows, score, mem, use, start, seat, sizes, scale, False, T)
+
+
+@gluon.jit
+def last_step(rows, mem, use, start, seat, T: gl.constexpr):
+    """The state with a tile's values added."""
+    acc = warpgroup_mma_wait(0, deps=[add_values(rows.acc, mem, use, start, seat, T)])
+    let_go(mem.values, use, T)
+    return TurnedRows(acc, rows.top, rows.total)
 
 
 @gluon.jit
