@@ -56,8 +56,8 @@ FILES = {  # file -> what its rows are
     "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`. Rows "
     "of 88f6624e are of a tree with a patch (lab, decoding 16) that `late` and pages are free of.",
     "cached-hopper-turned-h200": "Keys as the rows of products (`turned` in a name), beside queries as rows (lab, decoding 18 "
-    "and 19): `benchmarks/cached.py`, tiles of choice. At 08aaa31c caches of e4m3 without a tile's name are turned, those of bf16 "
-    "and of latents not yet; at  all are. Latents there are of the next commit, which adds their values at once.",
+    "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
+    "Latents there are of a tree with a change that the next commit made: values are added at once.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
     "`python -m benchmarks padded`. `whole` is the same call without padding, of 1.14 times as many keys at 64 items.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
