@@ -159,7 +159,12 @@ def fuzz(
         int | None, typer.Option(min=1, help="End after so many: problems that differ in sizes and data.")
     ] = None,
     cases: Annotated[
-        int | None, typer.Option(min=1, help="Sizes and data to try of each variant. Default: 300 on a GPU, 20 on a CPU.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Sizes and data to try of each variant. Default: 300 on a GPU, 20 on a CPU. "
+            "0: of 300 those that have a kernel which their process has not had, so that most kernels run in the time.",
+        ),
     ] = None,
     without: Annotated[list[str], typer.Option(help="Leave out cases whose line holds this; may be repeated.")] = [],  # noqa: B006
     repeat: Annotated[

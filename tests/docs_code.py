@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+ANSWERS = [page for page in sorted((ROOT / "docs" / "answers").glob("*.md")) if page.stem != "jax"]  # that one is tests/jax's
 LAB = [page for page in sorted((ROOT / "docs" / "lab").glob("*.md")) if page.stem != "changes-0.2"]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *(str(page.relative_to(ROOT)) for page in [*sorted((ROOT / "docs").glob("*.md")), *LAB]),
+    *(str(page.relative_to(ROOT)) for page in [*sorted((ROOT / "docs").glob("*.md")), *ANSWERS, *LAB]),
 )
 OURS = ("flashtile", "tests", "tools")
 
@@ -65,7 +66,9 @@ def missing(error: ImportError) -> str:
 
 
 def run(code: str, given: Callable[[str], dict[str, Any]]) -> str:
-    """What happened: "ran", or which package is missing."""
+    """What happened: "ran", which package is missing, or what the block's first line says that it needs."""
+    if code.startswith("# needs "):
+        return code.partition(":")[0].removeprefix("# ")
     wanted = {alias for node in ast.walk(ast.parse(code)) for alias in _packages(node)}
     wanted -= set(re.findall(r'compat\.install\("(\w+)', code))  # whose names flashtile gives itself
     try:
@@ -141,6 +144,26 @@ def given(code: str) -> dict[str, Any]:
     return names
 
 
+def given_answers(code: str) -> dict[str, Any]:
+    """What blocks of docs/answers do not define themselves: tensors of two sequences, padding, and a cache."""
+    import torch
+
+    packed = "attention_varlen(" in code
+    cached = "_pool" in code or "cache" in code
+    shape = (64, 4, 16) if packed else (2, 1 if cached else 32, 4, 16)
+    dtype = torch.bfloat16 if "quantize" in code else torch.float32
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=not cached and "quantize" not in code) for _ in range(3))
+    if cached:
+        k, v = k[:, :, :2], v[:, :, :2]
+    lengths = torch.tensor([20, 32], dtype=torch.int32)
+    names = given(code) | dict(q=q, k=k, v=v, lengths=lengths, attention_mask=torch.arange(32) < lengths[:, None])
+    names |= dict(cu_seqlens=torch.tensor([0, 20, 64], dtype=torch.int32), used=torch.tensor([5, 9], dtype=torch.int32))
+    names |= dict(table=torch.tensor([[3, 7, 1], [3, 2, 6]], dtype=torch.int32))
+    names |= {pool: torch.randn(8, 4, 2, 16) for pool in ("k_pool", "v_pool")}
+    names |= {draft: torch.randn(2, 2, 4 if draft == "q2" else 2, 16) for draft in ("q2", "k2", "v2")}
+    return names
+
+
 def given_jax(code: str) -> dict[str, Any]:
     """What a block of docs/jax.md does not define itself."""
     import jax
@@ -154,6 +177,10 @@ def given_jax(code: str) -> dict[str, Any]:
     names["dot_product_attention"] = dot_product_attention
     names |= dict(bias=jnp.zeros((1, 2, 256, 256)), sinks=jnp.zeros(2), shapes=(q,), f=lambda q: dot_product_attention(q, q, q))
     names["block"] = names["f"]
+    if "lengths" in code:
+        names["lengths"] = jnp.array([200])
+    if "nn." in code:
+        names["nn"] = import_module("flax.linen")
     if "torch" in code:
         names["torch"] = import_module("torch")
         names["tensor"] = names["torch"].zeros(1)
@@ -162,6 +189,7 @@ def given_jax(code: str) -> dict[str, Any]:
 
 def run_page(page: str) -> None:
     """Print what happened to each block, and what inline code is."""
+    known = given_answers if page.startswith("docs/answers/") else given
     modifier = re.compile(r"^@triton\.jit", re.MULTILINE)  # Triton reads sources from files
     for number, block in enumerate(blocks(page)):
         if "strides[" in block and "def " not in block:
@@ -170,9 +198,9 @@ def run_page(page: str) -> None:
             Path(f"block_{number}.py").write_text(block.partition("\nout = ")[0])
             sys.path.insert(0, ".")
             code = f"from block_{number} import *\nout = " + block.partition("\nout = ")[2]
-            print(run(code, given))
+            print(run(code, known))
         else:
-            print(run(block, given))
+            print(run(block, known))
     for text in inline(page):
         if told := look_up(text):
             print(f"{told}: {text}")

@@ -1,4 +1,4 @@
-"""docs/answers.md: a question takes three minutes at most, and says nothing that the page behind it does not say."""
+"""docs/answers: a question takes three minutes at most, and says nothing that the page behind it does not say."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 import pytest
 
+from tools.answer_pages import FOLDER, GROUPS, MARK, contents, filled, place, questions
+
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "answers.md"
 WORDS_A_MINUTE = 200  # of somebody who reads carefully, code and tables too
+STEP = 1 / 6  # minutes to open a page, or to go to a heading
 MINUTES = 3
-SHORT = 45  # words of an answer
+SHORT = 90  # words of an answer, with its question and its code
 WORD = re.compile(r"\w[\w'.,/-]*")
 
 
-class Row(NamedTuple):
+class Answer(NamedTuple):
     group: str
     question: str
-    answer: str
+    text: str
     links: list[tuple[str, str]]
 
 
@@ -27,74 +29,89 @@ def words(text: str) -> int:
     return len(WORD.findall(re.sub(r"<!--.*?-->|\]\([^)]*\)", "", text)))
 
 
-def groups() -> dict[str, str]:
-    return {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]}
+def page(group: str) -> str:
+    return (FOLDER / f"{group}.md").read_text()
 
 
-def rows() -> list[Row]:
-    found = list[Row]()
-    for group, text in groups().items():
-        for line in text.splitlines():
-            cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
-            if line.startswith("| ") and cells[0] not in ("question", "---"):
-                question, answer, more = cells
-                found.append(Row(group, question, answer, re.findall(r"\]\(([^)#]+)#?([^)]*)\)", more)))
+def answers() -> list[Answer]:
+    found = list[Answer]()
+    for group in GROUPS:
+        for part in re.split(r"^## ", page(group), flags=re.MULTILINE)[1:]:
+            question, _, text = part.partition("\n")
+            links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text)
+            found.append(Answer(group, question, text, [(target or f"{group}.md", anchor) for target, anchor in links]))
     return found
 
 
-ROWS = rows()
+ANSWERS = answers()
 
 
-def place(heading: str) -> str:
-    """What a heading is called in a link, on a forge and by mkdocs."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-
-
-def section(page: str, anchor: str) -> str:
+def section(target: str, anchor: str) -> str:
     """What a reader of a link reads: to the next heading, or what stands before the first one of the page's parts."""
     lines, code = list[str](), False
-    for line in (PAGE.parent / page).read_text().splitlines():
+    for line in (FOLDER / target).read_text().splitlines():
         code ^= line.lstrip().startswith("```")
         heading = None if code else re.match(r"#+ (.*)", line)
         if heading and lines:
             break
         if lines or (heading and (not anchor or place(heading[1]) == anchor)):
             lines.append(line)
-    assert lines, f"{page} has no heading #{anchor}"
+    assert lines, f"{target} has no heading #{anchor}"
     return "\n".join(lines)
 
 
+def minutes(words: int, steps: int) -> float:
+    return words / WORDS_A_MINUTE + steps * STEP
+
+
+def way(group: str) -> str:
+    """What is read on the way to an answer: README to the end of its list of pages, and the page's list of questions."""
+    return (ROOT / "README.md").read_text().partition("\n## Install")[0] + page(group).partition("\n## ")[0]
+
+
 def test_there_is_a_question_for_every_kind_of_reader() -> None:
-    assert len(ROWS) >= 90
-    assert len({row.question for row in ROWS}) == len(ROWS)
-    listed = dict(re.findall(r"\[([^]]+)\]\(#([\w-]+)\)", PAGE.read_text()))
-    assert list(listed.values()) == [place(group) for group in groups()]
+    assert len(ANSWERS) >= 150
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(GROUPS)
+    for group in GROUPS:
+        found = questions(page(group))
+        assert len(set(map(place, found))) == len(found) <= 18, f"{group}: split the page"
+        assert f"](docs/answers/{group}.md)" in (ROOT / "README.md").read_text().partition("\n## Install")[0]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.question for row in ROWS])
-def test_an_answer_takes_three_minutes(row: Row) -> None:
-    """To read README to its figure, this page's head, the group's table with the answer, and all that a link leads to."""
-    assert 1 <= words(row.answer) <= SHORT
-    assert row.links
-    head = (ROOT / "README.md").read_text().partition("![")[0] + PAGE.read_text().partition("\n## ")[0]
-    for link in row.links:
-        read = words(head) + words(groups()[row.group]) + words(section(*link))
-        assert read <= WORDS_A_MINUTE * MINUTES, f"{read} words: link to a nearer heading, or cut the section"
+@pytest.mark.parametrize("answer", ANSWERS, ids=[f"{a.group}: {a.question}" for a in ANSWERS])
+def test_an_answer_takes_three_minutes(answer: Answer) -> None:
+    """README, its page's questions, the answer: three steps. What a link leads to is read in three minutes with them."""
+    own = words(answer.question + answer.text)
+    assert own <= SHORT, f"{own} words"
+    assert answer.links
+    read = words(way(answer.group)) + own
+    assert minutes(read, 3) <= 2.5
+    for link in answer.links:
+        both = read + words(section(*link))
+        assert both <= WORDS_A_MINUTE * MINUTES, f"{link}: {both} words: link to a nearer heading, or cut the section"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.question for row in ROWS])
-def test_an_answer_s_figures_stand_where_it_leads(row: Row) -> None:
+@pytest.mark.parametrize("answer", ANSWERS, ids=[f"{a.group}: {a.question}" for a in ANSWERS])
+def test_an_answer_s_figures_stand_where_it_leads(answer: Answer) -> None:
     """Those that are not generated: 4.8, 12 %, 1,540. A page that is measured anew takes its answers along."""
-    behind = "".join((PAGE.parent / page).read_text() for page, _ in row.links)
-    written = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->|`[^`]*`", "", row.answer)
+    behind = "".join((FOLDER / target).read_text() for target, _ in answer.links)
+    written = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", MARK.sub("", answer.text), flags=re.MULTILINE | re.DOTALL)
     for figure in re.findall(r"\d+\.\d+|\d+(?= (?:%|times|ms|minutes))|\d+,\d{3}", written):
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", behind), f"{figure} is not in {row.links}"
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", behind), f"{figure} is not in {answer.links}"
 
 
 def test_the_tests_of_answers_can_fail() -> None:
     assert words("| One `a.b` | 4.8 times | [more](x.md) |") == 5
-    assert section("tutorials/first-call.md", "").startswith("# A first call")
-    assert "## The call" not in section("tutorials/first-call.md", "")
-    assert section("tutorials/first-call.md", "lse").startswith("## lse\n")
+    assert section("../tutorials/first-call.md", "").startswith("# A first call")
+    assert "## The call" not in section("../tutorials/first-call.md", "")
+    assert section("../tutorials/first-call.md", "lse").startswith("## lse\n")
     with pytest.raises(AssertionError, match="no heading"):
-        section("tutorials/first-call.md", "nothing")
+        section("../tutorials/first-call.md", "nothing")
+    assert minutes(500, 3) == 3.0
+
+
+def test_a_page_s_list_is_of_its_headings_and_an_unknown_mark_is_an_error() -> None:
+    text = "# T\n\n<!-- contents:begin -->\n## old\n<!-- contents:end -->\n\n## A, b?\n\n## c\n"
+    assert contents(text) == "- [A, b?](#a-b)\n- [c](#c)\n"
+    with pytest.raises(KeyError, match="nothing"):
+        filled("<!-- nothing:begin --><!-- nothing:end -->", ROOT / "benchmarks" / "results")

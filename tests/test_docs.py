@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import flashtile
-from tools import evidence, goals
+from tools import answer_pages, benchmark_pages, evidence, goals
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md")))]
@@ -40,7 +40,9 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
     pytest.importorskip("triton")
     code = (
         "from tools.make_docs import *; page = lambda name: (ROOT / 'docs' / name).read_text();"
-        "said = {'support.md': support(evidence.read(RESULTS)), 'benchmarks.md': full(), 'goals.md': goals.page(RESULTS)};"
+        "said = {'support.md': support(evidence.read(RESULTS)), 'goals.md': goals.page(RESULTS)};"
+        "said |= {**benchmark_pages.pages(RESULTS), 'reference/arguments.md': argument_page.page()};"
+        "said |= {name: answers(page(name)) for name in (f'answers/{group}.md' for group in answer_pages.GROUPS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
         " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
         " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', caches))};"
@@ -48,9 +50,11 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    groups = " ".join(sorted(f"answers/{group}.md" for group in answer_pages.GROUPS))
+    rows = " ".join(sorted(f"benchmarks/{page}.md" for page in benchmark_pages.SUBJECTS))
     generated = (
-        "../README.md answers.md benchmarks.md explanation/numerics.md features.md goals.md how-to/fp8.md jax.md limits.md "
-        "reference/environment.md support.md tutorials/cache.md"
+        f"../README.md answers.md {groups} benchmarks.md {rows} explanation/numerics.md features.md goals.md how-to/fp8.md "
+        "jax.md limits.md reference/arguments.md reference/environment.md support.md tutorials/cache.md"
     )
     assert done.stdout == f"{generated}\n\n", "run `make docs` for the pages of the second line"
 
@@ -218,6 +222,23 @@ def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
+def test_the_mask_of_an_answer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    code = next(block for block in blocks("docs/answers/masks.md", "python") if "class Every" in block)
+    (tmp_path / "every_mask.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
+    monkeypatch.syspath_prepend(tmp_path)
+    from every_mask import Every  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
+    out = flashtile.attention(q, k, v, mask=Every(4) | flashtile.Band(right=0), options=flashtile.Options(backend="triton"))
+    at = torch.arange(32, device=device)
+    keep = (at % 4 == 0) | (at <= at[:, None])
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=keep)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+
+
 def test_the_code_of_the_guides_runs(tmp_path: Path) -> None:
     """Each page from its first block to its last, where kernels are not interpreted; what begins with "# needs" is left out."""
     ran: list[str] = []
@@ -315,13 +336,24 @@ def test_files_that_the_docs_name_exist(page: str) -> None:
         assert (ROOT / name).exists(), f"{page} names {name}"
 
 
+def test_a_link_to_a_file_s_rows_is_right_on_every_page_and_in_the_list() -> None:
+    assert benchmark_pages.subject("cached-hopper-cells-h200") == "caches"
+    assert benchmark_pages.subject("cached-h200") == "caches-log"
+    assert benchmark_pages.subject("nobody-knows-h100") == "others"
+    text = "[a](#cpu-epyc), [b](#fuzz-h200), [Goals](goals.md)"
+    assert benchmark_pages.moved(text, "cpu") == "[a](#cpu-epyc), [b](others.md#fuzz-h200), [Goals](../goals.md)"
+    stems = [stem for own in benchmark_pages.stems(ROOT / "benchmarks" / "results").values() for stem in own]
+    listed = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [stem for stem in stems if f'<a id="{stem}"></a>' not in listed] == [], "old links lead there"
+
+
 def test_links_of_the_site_to_pages_stay_and_those_to_files_become_words() -> None:
     from tools.site_links import NO_PAGE
 
     def shown(text: str) -> str:
         return NO_PAGE.sub(lambda link: link[1], text)
 
-    for kept in ("[rows](../benchmarks.md#h100)", "[rows](benchmarks.md)", "[how](how-to/benchmarks.md)"):
+    for kept in ("[rows](../benchmarks/jax.md#h100)", "[rows](benchmarks.md)", "[how](how-to/benchmarks.md)"):
         assert shown(kept) == kept
     for file in ("../../examples/generate.py", "../examples/c", ".github/ISSUE_TEMPLATE/error.md", "../../.github/a.md"):
         assert shown(f"see [this]({file}).") == "see this."

@@ -24,9 +24,9 @@ def fresh(*command: str, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def inline_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What is printed of each page that has no block: one process imports everything for all of them."""
-    pages = [page for page in PAGES if not blocks(page)]
+def told_together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What is printed of pages without blocks, and of those of answers: one process imports everything for all of them."""
+    pages = [page for page in PAGES if not blocks(page) or page.startswith("docs/answers/")]
     *printed, end = fresh("-m", "tests.docs_code", *pages, cwd=tmp_path_factory.mktemp("pages")).split(": done\n")
     assert not end
     found = {told.splitlines()[-1]: told.splitlines() for told in printed}
@@ -35,15 +35,15 @@ def inline_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/jax.md"])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path, inline_alone: dict[str, list[str]]) -> None:
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, told_together: dict[str, list[str]]) -> None:
     if "triton.jit" in (ROOT / page).read_text():
         pytest.importorskip("triton")
-    *told, last = inline_alone.get(page) or fresh("-m", "tests.docs_code", page, cwd=tmp_path).splitlines()
+    *told, last = told_together.get(page) or fresh("-m", "tests.docs_code", page, cwd=tmp_path).splitlines()
     assert last == f"{page}: done"
     ran = [line for line in told if line in ("ran", "a line of a kernel") or (line.startswith("needs ") and ": " not in line)]
     assert len(ran) == len(blocks(page))
     packages = {line.removeprefix("needs ").partition(":")[0] for line in told if line.startswith("needs ")}
-    assert packages <= NEEDS | {"kernels", "diffusers", "transformers", "pytorch_lightning", "onnx", "onnxscript"}
+    assert packages <= NEEDS | {"kernels", "diffusers", "transformers", "pytorch_lightning", "onnx", "onnxscript", "two GPUs"}
 
 
 def test_readme_and_the_page_of_pytorch_show_code() -> None:

@@ -13,7 +13,7 @@ from tools.companion_tables import read
 
 ROOT = Path(__file__).parent.parent
 LINES, COLUMNS, WORDS = 140, 160, 40
-GUIDES = ("tutorials", "how-to", "explanation", "reference", ".")
+GUIDES = ("answers", "tutorials", "how-to", "explanation", "reference", ".")
 GENERATED = {"benchmarks.md", "goals.md"}  # the lab's pages are records, one entry an experiment
 FOUND = (path for kind in GUIDES for path in sorted((ROOT / "docs" / kind).glob("*.md")) if path.name not in GENERATED)
 PAGES = [
@@ -91,7 +91,7 @@ def test_what_tables_say_of_a_suite_is_what_its_rows_have() -> None:
     folder = ROOT / "benchmarks" / "results"
     for stem in front_page.SUITES:
         of(front_page.called(folder, stem).rpartition(" (")[0], read(folder / f"{stem}-{front_page.CARD}.csv"))
-    contents = (ROOT / "docs" / "benchmarks.md").read_text()
+    contents = "".join(path.read_text() for path in (ROOT / "docs" / "benchmarks").glob("*.md"))
     suites = [path for path in sorted(folder.glob("*.csv")) if path.read_text().startswith("suite,")]
     assert len(suites) > 10
     for path in suites:

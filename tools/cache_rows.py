@@ -128,7 +128,7 @@ def _apart(folder: Path) -> list[str]:
         f"`tests/cached/test_many.py` compared {KERNELS * CALLS:,} drawn calls of {KERNELS} portable kernels with float64.",
         "[What came out](limits.md#a-cache): three calls of float32 queries beside 8 bits erred too much.",
         f"Of flashinfer's tests of sliding windows over pages {passed} passed there, through its names",
-        "([rows](benchmarks.md#field-tests-caches-h200)). None of these was timed.", "",
+        "([rows](benchmarks/caches.md#field-tests-caches-h200)). None of these was timed.", "",
         f"| drawn kernels with | of {KERNELS} |", "| --- | --- |",
         *(f"| {words} | {counts[kind]} |" for kind, words in DRAWN.items()),
     ]  # fmt: skip

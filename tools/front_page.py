@@ -24,11 +24,12 @@ SUITES = {  # file of `flashtile bench` -> where its shapes come from; the shape
     "hopper-triton-tutorial": "Triton's tutorial",
     "hopper-llmc": "GPT-2's shapes, llm.c",
     "hopper-cudnn-cross": "cuDNN's samples",
-    "hopper-mla": "DeepSeek; old, [newer ones](#slower)",
+    "hopper-mla": "DeepSeek's training and prefill; old, [newer ones](#slower)",
     "fp32-llmc": "GPT-2's shapes, llm.c",
 }
 UNEQUAL = "sequences of unequal lengths; bf16"  # the dtype of benchmarks/varlen.py
 UNEQUAL_PEERS = {"sdpa nested": "nested tensors", "flex document": "FlexAttention", "fa4 varlen": "FlashAttention-4"}
+MODELS = "training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3"
 NORM_PEERS = {"compiled": "torch.compile", "liger": "Liger"}
 NORMS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
 DEVICES = {
@@ -56,18 +57,17 @@ def support(said: Mapping[str, Sequence[str]]) -> str:
     targets = ("cpu", *TARGETS)
     lines = ["| | " + " | ".join(DEVICES[target] for target in targets) + " |", "| --- |" + " --- |" * len(targets)]
     for name, features in FEATURES.items():
-        words, *others = ([_word(feature, target, cell) for target, cell in zip(targets, said[feature], strict=True)]
-                          for feature in features)  # fmt: skip
+        words, *others = ([_word(cell) for cell in said[feature]] for feature in features)
         if any(other != words for other in others):
             raise ValueError(f"{', '.join(features)} are not alike on every target: give each a row of its own in FEATURES.")
         lines.append(_line(name, *words))
     return "\n".join([*lines, ""])
 
 
-def _word(feature: str, target: str, cell: str) -> str:
-    if cell == "refused" or "compiled for" not in cell:
-        return "refused" if cell == "refused" else "run"
-    return "tested" if (feature, target) in TESTED else "built"
+def _word(cell: str) -> str:
+    if cell == "refused":
+        return cell
+    return "built" if "compiled for" in cell else "tested" if "tested on" in cell else "run"
 
 
 # -- how fast -------------------------------------------------------------------------------------------------------
@@ -125,8 +125,7 @@ def slower(folder: Path) -> str:
     )
     add("decoding one query, Hopper's own kernel", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
-    models = "training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3"
-    for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", models)):
+    for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", MODELS)):
         results = read_bench(folder / f"{stem}.csv")
         add(name or shapes.told(results), _both(results), shapes.peers(results), shapes.measured(results), "H200")
     return "\n".join([*lines, ""])

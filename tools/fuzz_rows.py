@@ -68,7 +68,7 @@ def sentence(folder: Path) -> str:
     total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
     said = (
         f"On an H200 `flashtile fuzz` drew {total['cases']:,} whole problems in {len(rows)} runs, of {total['new']:,} distinct "
-        f"kernels, and judged each against float64 ([rows](benchmarks.md#{NAME})). {total['right']:,} were right, and "
+        f"kernels, and judged each against float64 ([rows](benchmarks/others.md#{NAME})). {total['right']:,} were right, and "
         f"{total['close']} a little off but right with most other data. {total['refused']:,} were refused with a reason. "
         f"{total['wrong']} were wrong, and are in the changelog."
     )

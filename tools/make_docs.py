@@ -1,7 +1,8 @@
 """Writes the generated parts of the docs: `make docs`.
 
-docs/support.md from what the backends say, README's tables and figure, docs/benchmarks.md, docs/goals.md and docs/*.png from
-benchmarks/results/*.csv, nothing by hand.
+docs/support.md from what the backends say, docs/reference/arguments.md from signatures, the lists of questions of docs/answers
+from their headings, README's tables and figure, docs/benchmarks, docs/goals.md and docs/*.png from benchmarks/results/*.csv,
+nothing by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from flashtile import dispatch
 from flashtile.audit.matrix import TARGETS
-from flashtile.bench import plot, report
+from flashtile.bench import plot
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
 from flashtile.plan.backend import PASSES, Direction
@@ -23,8 +24,10 @@ from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.options import Variant
 from tools import (
+    answer_pages,
+    argument_page,
+    benchmark_pages,
     cache_rows,
-    companion_tables,
     error_table,
     evidence,
     front_page,
@@ -32,25 +35,12 @@ from tools import (
     goals,
     ranks_table,
     script_tables,
-    shapes,
     support_tables,
 )
 from tools.evidence import Evidence, cell
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Result files of `flashtile bench`, without the device, that docs/benchmarks.md draws.
-SHOWN = (
-    "hopper-fa3-paper",
-    "hopper-cudnn-cross",
-    "hopper-llmc",
-    "hopper-triton-tutorial",
-    "hopper-mla",
-    "hopper-models",
-    "fp32-llmc",
-)
-COMPANIONS = RESULTS / "companions-h100.csv"
-
 # (feature, spelling, backward variant): each row of the support matrix is one problem put to every backend.
 FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("fp16", "attention(q=1x128x2x64,kv=128x2x64,fp16)", "auto"),
@@ -127,6 +117,8 @@ def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Tol
                 refused.append((feature, target, told_of(refusal, target)))
                 cells.append("refused")
             else:
+                if (feature, target) in front_page.TESTED:
+                    cells[-1] = cells[-1].replace("compiled for", "tested on")
                 left += [(feature, *told) for told in left_by_hopper(evidence.problem_of(spelling), variant, target)]
         rows[feature] = cells
     for name, (what, _) in PASSES.items():
@@ -150,8 +142,9 @@ def support(proof: Iterable[Evidence]) -> str:
         "",
         "Written by `make docs` from what the backends answer. **run on**: on the CPU the tests run every case; on a GPU a row",
         "of `benchmarks/results/*.csv` measured the feature there with that backend and found it right. **compiled for**: the",
-        "kernels compile there within their budgets (`make compile`); no such row exists, though tests may have run it on a",
-        "GPU, as [those of caches](#what-ran-apart-from-benchmarks) and [drawn problems](#drawn-problems) did.",
+        "kernels compile there within their budgets (`make compile`); no such row exists, though",
+        "[drawn problems](#drawn-problems) may have run it on a GPU. **tested on**:",
+        "[tests of caches](#what-ran-apart-from-benchmarks) ran it there and found it right; nothing was timed.",
         "**refused**: with the reason below.",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md). For sm89 (RTX 4090, L40S) no test compiles the kernels.",
@@ -196,11 +189,6 @@ def left_by_hopper(problem: AttentionProblem | CachedProblem, variant: Variant, 
     return []
 
 
-def is_bench(file: Path) -> bool:
-    """Whether the file was written by `flashtile bench`."""
-    return file.read_text().startswith("suite,")
-
-
 def readme(text: str) -> str:
     """README's text with its generated parts as the results and the backends now say."""
     parts = {
@@ -212,30 +200,6 @@ def readme(text: str) -> str:
     for name, part in parts.items():
         text = replaced(text, name, part)
     return text
-
-
-def full() -> str:
-    """docs/benchmarks.md: every row of every file of times."""
-    suites, rows = sorted(filter(is_bench, RESULTS.glob("*.csv"))), companion_tables.read(COMPANIONS)
-    scripts = [RESULTS / f"{stem}.csv" for stem in script_tables.FILES]
-    parts = [
-        "# Benchmarks",
-        "",
-        "Written by `make docs` from `benchmarks/results`; TFLOP/s as FlashAttention counts them. First what each section is",
-        "and of which device, then all rows. [How to repeat them](how-to/benchmarks.md).",
-        "",
-        script_tables.contents(RESULTS, [*(file.stem for file in suites), COMPANIONS.stem, *script_tables.FILES]),
-        "",
-    ]
-    for file in suites:
-        parts += [f"## {file.stem}", ""]
-        parts += [script_tables.note(RESULTS, file.stem), "", report.markdown(read(file))]
-        parts += [f"![{file.stem}]({file.stem}.png)", ""] if is_shown(file) else []
-    parts += [f"## {COMPANIONS.stem}", "", script_tables.note(RESULTS, COMPANIONS.stem), "", companion_tables.summary(rows), ""]
-    parts += [companion_tables.table(rows), "", companion_tables.provenance(rows), ""]
-    for file in scripts:
-        parts += [f"## {file.stem}", "", script_tables.section(file), ""]
-    return "\n".join(parts)
 
 
 def numerics(text: str) -> str:
@@ -280,41 +244,8 @@ def environment(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """The page of answers with README's figures, and those of pages that it links to."""
-    fast, slow, jax_peers = map(cells_of, (front_page.speed(RESULTS), front_page.slower(RESULTS), script_tables.jax(RESULTS)))
-    plain = fast[front_page.called(RESULTS, front_page.FIGURE)]
-    unequal = fast[front_page.UNEQUAL]
-    steps = {name: cells[-1] for name, cells in cells_of(front_page.step(RESULTS)).items()}
-    forward, both = jax_peers["jax.nn/cudnn"]
-    parts = {
-        "cpu32": slow["fp32 forward and backward on a CPU; small calls most"][0],
-        "cpu16": slow["16-bit backward on a CPU"][0],
-        "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
-        "cputimes": script_tables.cpu_times(RESULTS),
-        "decoding": script_tables.decoding(RESULTS),
-        "e4m3": script_tables.e4m3_caches(RESULTS),
-        "first": script_tables.first_calls(RESULTS),
-        "shapes": f"forward {plain[1]}, backward {plain[2]}",
-        "unequal": f"forward {unequal[1]}, backward {unequal[2]}",
-        "wide": slow[shapes.told(read(RESULTS / "hopper-mla-h200.csv"))][0],
-        "steps": ", ".join(f"head_dim {depth} {steps[f'{depth}, causal']}" for depth in (64, 128, 256)),
-        "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(RESULTS)),
-        "peers": f"{forward} times as fast in the forward, {both} times with its backward",
-        "field": front_page.field_tests(RESULTS),
-    }
-    for name, part in parts.items():
-        text = replaced(text, name, part)
-    return text
-
-
-def cells_of(table: str) -> dict[str, list[str]]:
-    """The rows of a table of markdown: first cell -> the others."""
-    rows = (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| "))
-    return {first: rest for first, *rest in rows}
-
-
-def is_shown(file: Path) -> bool:
-    return file.stem.rpartition("-")[0] in SHOWN
+    """A page of answers with its list of questions and README's figures, and those of pages that it links to."""
+    return answer_pages.filled(text, RESULTS)
 
 
 def replaced(text: str, name: str, part: str) -> str:
@@ -329,14 +260,17 @@ def replaced(text: str, name: str, part: str) -> str:
 
 def main() -> None:
     (ROOT / "docs" / "support.md").write_text(support(evidence.read(RESULTS)))
-    (ROOT / "docs" / "benchmarks.md").write_text(full())
+    for name, text in benchmark_pages.pages(RESULTS).items():
+        (ROOT / "docs" / name).write_text(text)
     (ROOT / "docs" / "goals.md").write_text(goals.page(RESULTS))
-    for file in filter(is_shown, filter(is_bench, RESULTS.glob("*.csv"))):
+    (ROOT / "docs" / "reference" / "arguments.md").write_text(argument_page.page())
+    for file in (file for file in RESULTS.glob("*.csv") if benchmark_pages.is_shown(file.stem)):
         plot.draw(read(file), ROOT / "docs" / f"{file.stem}.png")
     front_page.draw(RESULTS, ROOT / "docs" / "speed-h100.png")
     generated = {
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
-        "docs/limits.md": limits, "docs/answers.md": answers,
+        "docs/limits.md": limits, **{f"docs/answers/{group}.md": answers for group in answer_pages.GROUPS},
+        "docs/answers.md": answers,
         "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": caches,
     }  # fmt: skip
     for name, written in generated.items():

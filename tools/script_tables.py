@@ -115,6 +115,20 @@ NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the 
     "companions-h100": "Norms, losses, rotary embeddings and softmax beside torch.compile, Liger and others: "
     "`benchmarks/companions.py`.",
 }  # fmt: skip
+COLUMNS = {  # what a column means whose name does not say it
+    "caches": "copies of the cache that calls walk in turn, so that keys come from memory",
+    "least_us": "the fastest round",
+    "of_copy": "the time of a memcpy of the same traffic over ours",
+    "best": "the fastest other one",
+    "of_best": "its time over ours",
+    "of_contiguous": "our time for one contiguous cache over that for pages",
+    "of_bf16": "our time for bf16 over that for 8 bits",
+    "of_first": "the time of the library's choice over this variant's",
+    "one_ms": "one GPU alone with the whole sequence",
+    "together_ms": "each GPU with the whole at one time: what lies between is the machine's",
+    "ranks_ms": "the slowest rank with its part",
+    "peak_bytes": "what the busiest rank holds at once without the inputs",
+}
 MACHINE = ("device", "driver", "torch", "triton", "cudnn", "flash_attn", "python", "jax", "date", "commit")
 LEFT_OUT = {"section", "losses"}  # a title, and a list of numbers in one cell
 
@@ -146,7 +160,8 @@ def section(path: Path) -> str:
     A table of rows of several commits says which.
     """
     rows = read(path)
-    parts = [FILES[path.stem]]
+    known = [f"`{name}`: {COLUMNS[name]}" for name in rows[0] if name in COLUMNS and any(row[name] for row in rows)]
+    parts = [FILES[path.stem], *([f"Columns: {'; '.join(known)}."] if known else [])]
     for title in dict.fromkeys(row.get("section", "") for row in rows):
         mine = [row for row in rows if row.get("section", "") == title]
         parts += [f"**{title}**"] if title else []
@@ -270,6 +285,40 @@ def latent(folder: Path) -> str:
     return "\n".join([*lines, ""])
 
 
+def documents(folder: Path) -> str:
+    """FlexAttention's time of packed documents, by a mask, over ours of `attention_varlen` on an H100."""
+    rows = [row for row in read(folder / "varlen-h100.csv") if row["section"] == "varlen" and row["ms"]]
+    ms = {(row["name"], row["direction"]): float(row["ms"]) for row in rows}
+    told = list[str]()
+    for way, name in (("fwd", "forward"), ("bwd", "backward")):
+        ratios = sorted(
+            ms[f"flex document, {mask}", way] / ms[f"flashtile/hopper varlen, {mask}", way] for mask in ("causal", "full")
+        )
+        told.append(f"{name} {ratios[0]:.2f} to {ratios[1]:.2f}")
+    return ", ".join(told)
+
+
+def ranks(folder: Path) -> str:
+    """How fast all-gather over two GPUs is beside others, by length: their least time over ours, of the newest rotation."""
+    newest = dict[tuple[int, str], dict[str, float]]()
+    for row in read(folder / "context-h200x2.csv"):
+        kind = row["provider"].partition(" ")[0]
+        if kind in ("allgather", "torch", "ring-flash-attn") and not (row["window"] or row["packed"] or row["dropout"]):
+            cell = newest.setdefault((int(row["seqlen"]), row["commit"]), {})
+            cell[kind] = min(cell.get(kind, float("inf")), float(row["ranks_ms"]))
+    rotations = {length: cell for (length, _), cell in newest.items() if "torch" in cell}  # the file's last of each length
+    told = list[str]()
+    for name, peer in (
+        ("torch", "torch's `context_parallel`"),
+        ("ring-flash-attn", "ring-flash-attn's functions over our passes"),
+    ):
+        ratios = [
+            f"{cell[name] / cell['allgather']:.2f} ({length:,} tokens)" for length, cell in rotations.items() if name in cell
+        ]
+        told.append(f"{', '.join(ratios)} times the speed of {peer}")
+    return "; ".join(told)
+
+
 def pairs(folder: Path) -> str:
     """How many combinations of features were right on an H100: a sentence of docs/features.md."""
     right = [
@@ -287,8 +336,8 @@ def e4m3_caches(folder: Path) -> str:
     """How much faster than from bf16 a large cache of e4m3 decodes, by where it lies: a sentence of several pages."""
     ratios = dict[str, str]()
     for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):  # the newest row stays
-        cell = (row["model"], row["batch"], row["keys"], row["queries"])
-        if cell == ("llama3-8b", "64", "8192", "1") and (
+        cell = (row["model"], row["batch"], row["keys"], row["queries"], row["lengths"])
+        if cell == ("llama3-8b", "64", "8192", "1", "") and (
             place := re.fullmatch(r"flashtile/(contiguous|16|64)/e4m3", row["provider"])
         ):
             ratios[place[1]] = f"{float(row['of_bf16']):.2f}"
@@ -297,7 +346,10 @@ def e4m3_caches(folder: Path) -> str:
 
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    every = read(folder / "cached-hopper-turned-h200.csv")
+    newest = max(every, key=lambda row: row["date"])["commit"]
+    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and not row["lengths"]]
+    rows = [row for row in plain if row["of_best"]]
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-RECORDS = ("lab/", "changelog.md", "benchmarks.md", "goals.md")
-NO_PAGE = re.compile(r"\[([^]]*)\]\((?:\.\./)*(?:\.github|(?:examples|tests|flashtile|benchmarks|tools)(?=[/)]))[^)]*\)")
+RECORDS = ("lab/", "changelog.md", "benchmarks.md", "benchmarks/", "goals.md")
+NO_PAGE = re.compile(
+    r"\[([^]]*)\]\((?:\.\./)*(?:\.github|(?:examples|tests|flashtile|tools|benchmarks(?!/[\w-]+\.md))(?=[/)]))[^)]*\)"
+)
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)\s*=\s*["']?((?:https?:)?//[^"'\s>]+)""")
 
 
@@ -15,10 +17,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """The page's text; its links lead to pages alone, and the search puts records behind pages for users."""
     if page.file.src_uri.startswith(RECORDS):
         page.meta.setdefault("search", {"boost": 0.1})
-    if page.file.src_uri == "answers.md":
+    if page.file.src_uri.startswith("answers/"):
         page.meta.setdefault("search", {"boost": 4})
     markdown = markdown.replace("](../CONTRIBUTING.md)", "](contributing.md)").replace("](../CHANGELOG.md)", "](changelog.md)")
-    markdown = markdown.replace("](../../CHANGELOG.md)", "](../changelog.md)").replace("](../README.md", "](index.md")
+    markdown = markdown.replace("](../../CHANGELOG.md)", "](../changelog.md)").replace("](../../README.md", "](../index.md")
+    markdown = markdown.replace("](../../CONTRIBUTING.md", "](../contributing.md").replace("](../README.md", "](index.md")
     return NO_PAGE.sub(lambda link: link[1], markdown)
 
 

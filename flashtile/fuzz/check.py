@@ -79,7 +79,7 @@ def check(case: Case, device: torch.device, backend: str = "", function: Call = 
     try:
         truth, plain = yardsticks(inputs, scene)
         beside = slack(inputs, scene) if rounds_lse(case, device) else {}
-        own = fused(inputs) if case.backend in ("", "cpu") else {}
+        own = fused(inputs, scene) if case.backend in ("", "cpu") else {}
     except torch.OutOfMemoryError as error:
         return Result("refused", f"the formula does not fit into memory: {str(error)[:60]}")
     except Exception as error:

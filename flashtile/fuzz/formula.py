@@ -276,32 +276,40 @@ def softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return powers / total, (most + total.log())[..., 0]
 
 
-def fused(inputs: Inputs) -> Tensors:
+def fused(inputs: Inputs, scene: Scene) -> Tensors:
     """What PyTorch's own attention makes of a float32 case on a CPU; empty where it has no such function.
 
     It is plain PyTorch, too: its largest errors are now the one's, now the other's. `Options(precision="ieee")` asks for more.
     """
-    c, n = inputs.case, inputs.lengths
+    c, s = inputs.case, scene
     default = (c.dtype, c.precision, inputs.device.type) == ("fp32", "tf32x3", "cpu") and c.upstream in ("out", "alone")
-    causal, others = c.band == ":0", (c.score, c.sink, c.dropout, c.where, c.items, c.holes)
-    if not (default and c.band in (":", ":0")) or any(others):
+    if not default or any((c.score, c.sink, c.dropout, c.where, c.holes)):
         return {}
     leaves = {name: inputs.leaves[name].detach().requires_grad_() for name in "qkv"}
-    q, k, v = (leaf.transpose(1, 2) for leaf in leaves.values())
+    q, k, v = (side.take(leaf).transpose(1, 2) for side, leaf in zip((s.queries, s.keys, s.keys), leaves.values(), strict=True))
     k, v = (t.repeat_interleave(c.heads_q // c.heads_kv, 1) for t in (k, v))
     made: list[torch.Tensor] = []
-    for item, (rows, keys) in enumerate(zip(map(len, n.tokens_q), map(len, n.tokens_k), strict=True)):
-        first = max(rows - keys, 0) if causal or not keys else 0  # queries before it see nothing
-        if causal and not (rows - first == keys and c.scale_value > 0):  # its causal mask is aligned at both ends
+    for item, keep in enumerate(s.keep[:, 0]):
+        rows, keys = (span_of(keep.any(axis)) for axis in (1, 0))
+        seen = keep[rows, keys]
+        causal = not bool(seen.all())
+        if causal and not (c.scale_value > 0 and torch.equal(seen, torch.ones_like(seen).tril())):  # its mask begins at the top
             return {}
-        own_q, own_k, own_v = (t[item : item + 1, :, a:b] for t, a, b in ((q, first, rows), (k, 0, keys), (v, 0, keys)))
-        seen = torch.nn.functional.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=causal, scale=c.scale_value)
-        made.append(torch.nn.functional.pad(seen, (0, 0, first, c.seqlen_q - rows)))
-    if not any(rows and keys for rows, keys in zip(n.tokens_q, n.tokens_k, strict=True)):
+        own_q, own_k, own_v = (t[item : item + 1, :, part] for t, part in ((q, rows), (k, keys), (v, keys)))
+        out = torch.nn.functional.scaled_dot_product_attention(own_q, own_k, own_v, is_causal=causal, scale=c.scale_value)
+        made.append(torch.nn.functional.pad(out, (0, 0, rows.start, q.shape[2] - rows.stop)))
+    if not any(out.any() for out in made):
         return {}
-    out, names = torch.cat(made).transpose(1, 2), inputs.wanted
+    out = s.queries.put(torch.cat(made).transpose(1, 2), 0.0).view(*inputs.leaves["q"].shape[:-1], c.head_dim_v)
+    names = inputs.wanted
     given = torch.autograd.grad(out, [leaves[name] for name in names], inputs.flows["dout"]) if names else ()
     return {"out": out.detach(), **{f"d{name}": gradient for name, gradient in zip(names, given, strict=True)}}
+
+
+def span_of(there: torch.Tensor) -> slice:
+    """From the first to the last that is there."""
+    found = there.nonzero()
+    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
 
 
 def yardsticks(inputs: Inputs, scene: Scene) -> tuple[Tensors, Tensors]:

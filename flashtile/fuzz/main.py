@@ -35,7 +35,7 @@ SHOWN = 20  # reasons of refusals
 class Request:
     """What is asked of a session. backends: by name, "" for the planner's own choice; none: what this machine has.
 
-    variants: how many, if not as many as the budget allows; cases: of each.
+    variants: how many, if not as many as the budget allows; cases: of each, or 0: those that bring a kernel, on a GPU.
     without: cases whose line holds one of these words are left out.
     setup: MODULE:FUNCTION that every process calls first. summary: a file of counts that this session adds to.
     """
@@ -57,6 +57,8 @@ class Request:
         check_setup(self.setup)
         if not self.budget_s > 0:
             raise InvalidProblem(f"budget is {self.budget_s}; it must be above 0 seconds.")
+        if self.cases == 0 and ("cpu" in self.backends_here or means_of(self.backends_here[0]) != "gpu"):
+            raise InvalidProblem("cases is 0 where nothing is compiled; it must be 1 or more there, or None.")
 
     @property
     def backends_here(self) -> tuple[str, ...]:

@@ -14,7 +14,10 @@ from importlib import import_module
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashtile.fuzz.planned import Unmet
 
 SHRINKING_S = 60.0
 SILENT_S = 420.0  # after which a process hangs
@@ -29,7 +32,7 @@ class Order:
     setup: str = ""
     without: tuple[str, ...] = ()
     shrinking_s: float = SHRINKING_S
-    cases: int | None = None  # of a variant, in the place of the means' own number
+    cases: int | None = None  # of a variant, in the place of the means' own number; 0: of those that bring a kernel
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,23 @@ def in_processes(order: Order, variants: Iterator[tuple[int, str]], ends: float,
 def serve(order: Order, process: int, pipe: Connection) -> None:
     """The process: judges variants until there is nobody to ask, or no GPU context to work with."""
     prepare(order.setup, process)
+    unmet = first_met() if order.cases == 0 else None
     while True:
         try:
             number, backend = pipe.recv()
         except EOFError:
             return
-        judge(order, number, backend, pipe.send)
+        judge(order, number, backend, pipe.send, unmet)
+
+
+def first_met() -> Unmet:
+    """What remembers the kernels that this process has had on its GPU."""
+    from flashtile.fuzz.check import place
+    from flashtile.fuzz.planned import Unmet
+    from flashtile.torch.execute.bound import device_of
+
+    here = place("")
+    return Unmet(device_of(here), here)
 
 
 def prepare(setup: str, process: int = 0) -> None:
@@ -154,8 +168,8 @@ def prepare(setup: str, process: int = 0) -> None:
         getattr(import_module(module), function)()
 
 
-def judge(order: Order, number: int, backend: str, tell: Callable[[Event], Any]) -> None:
-    """Every case of a variant."""
+def judge(order: Order, number: int, backend: str, tell: Callable[[Event], Any], unmet: Unmet | None = None) -> None:
+    """Every case of a variant; with `unmet` those alone that bring a kernel."""
     from flashtile.fuzz import draw
     from flashtile.fuzz.check import check, forget, is_lost, place, settled
     from flashtile.fuzz.shrink import shrink
@@ -163,14 +177,14 @@ def judge(order: Order, number: int, backend: str, tell: Callable[[Event], Any])
 
     device = place(backend)
     means = draw.MEANS[order.means]
-    if order.cases is not None:
+    if order.cases:
         means = replace(means, cases=order.cases)
     given = draw.variant(order.seed, number, backend, means)
     met: set[str] = set()
     shrunk_before = False
     for case in draw.cases(given, None if backend == "cpu" else device_of(device)):
         spelled = case.spell()
-        if any(word in spelled for word in order.without):
+        if any(word in spelled for word in order.without) or (unmet is not None and not unmet.brings(case)):
             continue
         tell(Event("begun", spelled))
         try:

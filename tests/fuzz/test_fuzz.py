@@ -245,8 +245,18 @@ def test_delta_is_part_of_a_call(delta: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_float32_on_a_cpu_is_judged_beside_both_attentions_of_pytorch() -> None:
-    inputs = build(replace(BASE, upstream="out"), CPU)
-    assert fused(inputs).keys() == {"out", "dq", "dk", "dv"}
+    """Also where a band or lengths leave of an item what PyTorch's attention knows; of equal head dims it is what runs."""
+
+    def beside(**changes: Any) -> dict[str, torch.Tensor]:
+        inputs = build(replace(BASE, **{"upstream": "out", **changes}), CPU)
+        return fused(inputs, Scene(inputs))
+
+    few: dict[str, Any] = {"seqlen_q": 58, "seqlen_k": 39, "band": ":-20"}
+    for changes in ({}, few, {"band": "300:200"}, {"band": ":0", "items": "self", "seqlen_k": BASE.seqlen_q}):
+        assert beside(**changes).keys() == {"out", "dq", "dk", "dv"}
+        alike = {**changes, "upstream": "alone", "head_dim_v": BASE.head_dim, "heads_q": BASE.heads_kv}
+        made = checks.results(build(replace(BASE, **alike), CPU), "cpu", call)
+        assert all(torch.equal(made[name], tensor) for name, tensor in beside(**alike).items())
     for changes in (
         {"precision": "ieee"},
         {"dtype": "fp16"},
@@ -255,7 +265,7 @@ def test_float32_on_a_cpu_is_judged_beside_both_attentions_of_pytorch() -> None:
         {"upstream": "both"},
         {"band": ":0"},
     ):
-        assert not fused(build(replace(BASE, **{"upstream": "out", **changes}), CPU))
+        assert not beside(**changes)
 
 
 WRONG: dict[str, Callable[[Inputs, str], Any]] = {

@@ -274,6 +274,17 @@ def test_sizes_of_a_module_meet_symbols(held: torch.Tensor, arguments: Callable[
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)(x), module(x))
 
 
+def test_blocks_meet_symbols() -> None:
+    """Sizes of blocks that a caller's mask holds are symbols, too, where all numbers are to be."""
+    blocks = Blocks.build(Document(ids()), 36, 36, batch=2, block_size=(32, 32))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(x, x, x, mask=blocks, causal=True)
+
+    x = torch.randn(2, 36, 4, 16)
+    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)(x), function(x))
+
+
 def test_compiled_dropout_draws_anew() -> None:
     t = leaves()
     compiled = torch.compile(partial(attend, dropout=Dropout(0.5)), backend="aot_eager", fullgraph=True)

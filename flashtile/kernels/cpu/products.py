@@ -147,10 +147,15 @@ class Scratch:
         return self._product(name, a, b, PART_OF_HEAD_DIM)
 
     def add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, part: int) -> None:
-        """total += a @ b, of batches of matrices in one dtype; an exact float32 one adds up `part` terms at a time."""
+        """total += a @ b, of batches of matrices in one dtype; an exact float32 one adds up `part` terms at a time, and those
+        of a single column by `sum`: a product adds them up one by one, parts or not (dq of head_dim 1 and 300 keys is off by
+        1.3 times plain PyTorch's error, in median, and by 0.6).
+        """
         if a.dtype.itemsize == 2 and a.shape[2] % NARROW_LENGTH:
             a, b = a.to(total.dtype), b.to(total.dtype)
-        if a.dtype is total.dtype and not (self.exact and a.shape[2] > part):
+        if self.exact and b.shape[2] == 1:
+            total += torch.mul(a, b.mT, out=self.empty("added", tuple(a.shape), a.dtype)).sum(2, keepdim=True)
+        elif a.dtype is total.dtype and not (self.exact and a.shape[2] > part):
             total.baddbmm_(a, b)
         else:
             total += self._product("added", a, b, part)

@@ -31,24 +31,22 @@ def position_ids(seqlen: int, context: Context, device: Any = None, cu_seqlens: 
     Layout "documents" needs them. Raises InvalidProblem for a length that the ranks cannot share.
     """
     _check_seqlen("seqlen", seqlen)
-    at = _tokens(seqlen, context, device, cu_seqlens)
-    if cu_seqlens is None:
-        return at
-    starts = _starts(cu_seqlens, seqlen)
-    return at - starts[torch.searchsorted(starts[1:], at, right=True)]
+    starts = None if cu_seqlens is None else _starts(cu_seqlens, seqlen)
+    at = _tokens(seqlen, context, device, starts)
+    return at if starts is None else at - starts[torch.searchsorted(starts[1:], at, right=True)]
 
 
-def _tokens(seqlen: int, context: Context, device: Any, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Which of the whole's tokens this rank holds, in its order."""
+def _tokens(seqlen: int, context: Context, device: Any, starts: torch.Tensor | None) -> torch.Tensor:
+    """Which of the whole's tokens this rank holds, in its order. starts: as `_starts` returns them."""
     check_length(context.layout, context.ranks, seqlen)
-    at = held(seqlen, context.layout, context.ranks, context.rank, device if cu_seqlens is None else cu_seqlens.device)
-    return at if context.layout != "documents" else _documents(seqlen, context, cu_seqlens).tokens().at[at]
+    at = held(seqlen, context.layout, context.ranks, context.rank, device if starts is None else starts.device)
+    return at if context.layout != "documents" else _documents(seqlen, context, starts).tokens().at[at]
 
 
-def _documents(seqlen: int, context: Context, cu_seqlens: torch.Tensor | None) -> Documents:
-    if cu_seqlens is None:
+def _documents(seqlen: int, context: Context, starts: torch.Tensor | None) -> Documents:
+    if starts is None:
         raise InvalidProblem("cu_seqlens is None; layout 'documents' needs where the whole's documents begin, as ints.")
-    return Documents.of(_starts(cu_seqlens, seqlen), seqlen, context.ranks)
+    return Documents.of(starts, seqlen, context.ranks)
 
 
 def held(seqlen: int, layout: str, ranks: int, rank: int, device: Any = None) -> torch.Tensor:
@@ -82,7 +80,8 @@ def shard(
         shape[dim] = more
         tensor = torch.cat([tensor, tensor.new_full(shape, pad)], dim)
         seqlen += more
-    return tensor.index_select(dim, _tokens(seqlen, context, tensor.device, cu_seqlens).to(tensor.device))
+    starts = _asked_starts(cu_seqlens, seqlen, context)
+    return tensor.index_select(dim, _tokens(seqlen, context, tensor.device, starts).to(tensor.device))
 
 
 @eagerly
@@ -103,7 +102,8 @@ def unshard(
             _check_seqlen("seqlen", seqlen)
             if seqlen > padded:
                 raise InvalidProblem(f"seqlen is {seqlen}; it must be from 0 to {padded}, the padded length.")
-        documents = _documents(padded, context, cu_seqlens) if context.layout == "documents" else None
+        asked = _asked_starts(cu_seqlens, padded, context)
+        documents = _documents(padded, context, asked) if context.layout == "documents" else None
         starts = None if documents is None else documents.starts
         told["cu_seqlens"] = "not asked" if starts is None else f"{len(starts)} ints"
     agree(context, told, values=lambda: numbers_in({"what cu_seqlens holds": starts}))
@@ -161,6 +161,11 @@ def _starts(cu_seqlens: Any, total: int | None) -> torch.Tensor:
     if starts.device.type == "cpu" and not is_traced(starts):
         Given({"cu_seqlens_q": starts}, alike=True).check_values({"q": int(starts[-1]) if total is None else total})
     return starts
+
+
+def _asked_starts(cu_seqlens: Any, total: int, context: Context) -> torch.Tensor | None:
+    """The same, if they are given and the layout asks."""
+    return None if cu_seqlens is None or context.layout != "documents" else _starts(cu_seqlens, total)
 
 
 def _check_dim(tensor: Any, dim: Any) -> None:

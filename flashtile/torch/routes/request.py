@@ -104,8 +104,8 @@ def write(
         if where:
             parts.append(f"where={where}")
         if mask.spec is not None:
-            parts.append(f"blocks={mask.spec.block_q}x{mask.spec.block_k}")
-            ints += mask.seqlens
+            parts.append("blocks")
+            ints += (mask.spec.block_q, mask.spec.block_k, *mask.seqlens)
     else:
         band = make_mask(causal, window, mask)
     for side, bound in zip(SIDES, (band.left, band.right), strict=True):
@@ -203,7 +203,7 @@ class Request:
         )  # fmt: skip
         blocks = None
         if "blocks" in self.parts:
-            blocks = BlockSpec(*(int(n) for n in self.parts["blocks"].split("x")))
+            blocks = BlockSpec(next(counts), next(counts))
             made = (next(counts), next(counts))
             if made != (q.shape[1], k.shape[1]):
                 raise InvalidProblem(
