@@ -55,6 +55,11 @@ FILES = {  # file -> what its rows are
     "tokens a second over those of transformers' own sdpa; `kernels`: which backend reads the cache.",
     "cached-role-h200": "Caches of e4m3 whose loading role converts (lab, decoding 12): `benchmarks/cached.py`. Rows "
     "of 88f6624e are of a tree with a patch (lab, decoding 16) that `late` and pages are free of.",
+    "cached-hopper-turned-h200": "Keys as the rows of products (`turned` in a name), beside queries as rows (lab, decoding 18 "
+    "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
+    "Latents there are of a tree with a change that the next commit made: values are added at once.",
+    "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
+    "`python -m benchmarks padded`. `whole` is the same call without padding, of 1.14 times as many keys at 64 items.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
     "benchmarks generation --sections repeats`.",
     "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
@@ -330,15 +335,21 @@ def pairs(folder: Path) -> str:
 def e4m3_caches(folder: Path) -> str:
     """How much faster than from bf16 a large cache of e4m3 decodes, by where it lies: a sentence of several pages."""
     ratios = dict[str, str]()
-    for row in sorted(read(folder / "cached-role-h200.csv"), key=lambda row: row["date"]):  # the newest row stays
-        if row["model"] == "llama3-8b" and (place := re.fullmatch(r"flashtile/(contiguous|16|64)/e4m3", row["provider"])):
+    for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):  # the newest row stays
+        cell = (row["model"], row["batch"], row["keys"], row["queries"], row["lengths"])
+        if cell == ("llama3-8b", "64", "8192", "1", "") and (
+            place := re.fullmatch(r"flashtile/(contiguous|16|64)/e4m3", row["provider"])
+        ):
             ratios[place[1]] = f"{float(row['of_bf16']):.2f}"
     return f"{ratios['contiguous']} from one contiguous cache, {ratios['16']} from pages of 16, {ratios['64']} from pages of 64"
 
 
 def decoding(folder: Path) -> str:
     """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    every = read(folder / "cached-hopper-turned-h200.csv")
+    newest = max(every, key=lambda row: row["date"])["commit"]
+    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and not row["lengths"]]
+    rows = [row for row in plain if row["of_best"]]
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -23,6 +20,7 @@ from flashtile.errors import NotSupported
 from flashtile.jax.arrays import promotes
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.linear import linear
+from flashtile.jax.rule import differentiable
 from flashtile.jax.run import varying_like
 from flashtile.jax.saved import under_names
 from flashtile.jax.step import Along, Backward, Forward
@@ -74,7 +72,7 @@ def wanting(p: AttentionProblem, wanted: Sequence[str] | frozenset[str] | set[st
 
 def _moving(names: Sequence[str], tangents: Sequence[Any]) -> Arrays:
     """The tangents that there are, by name."""
-    return {n: t for n, t in zip(names, tangents, strict=True) if t is not None and not isinstance(t, SymbolicZero)}
+    return {n: t for n, t in zip(names, tangents, strict=True) if t is not None}
 
 
 def finite(call: Call, made: Sequence[Any]) -> tuple[Any, ...]:
@@ -85,20 +83,31 @@ def finite(call: Call, made: Sequence[Any]) -> tuple[Any, ...]:
 # -- out and lse ----------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@dataclass(frozen=True)
+class Attend:
+    """The forward: (out, lse, what it keeps for its backward)."""
+
+    call: Call
+
+    def apply(self, *given: Any) -> tuple[Any, ...]:
+        call = self.call
+        made = run_mapped(Forward(call.problem, call.backend), call.implementation, *given)
+        return finite(call, made if call.backward != "xla" else made[:2])  # of kernels' rows a plain backward knows nothing
+
+    @promotes
+    def along(self, primals: Sequence[Any], tangents: Sequence[Any | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        call = self.call
+        made = under_names(OUT_AND_LSE, attend(call, *primals))
+        moved = _moving(call.names, tangents)
+        if not moved:
+            return made, tuple(jnp.zeros_like(m) for m in made)
+        found = linear(Tangent(call, tuple(moved)), (*primals, *made), tuple(moved.values()))
+        return made, (*found, *(jnp.zeros_like(m) for m in made[2:]))
+
+
 def attend(call: Call, *given: Any) -> tuple[Any, ...]:
     """(out, lse, what a forward keeps for its backward)."""
-    made = run_mapped(Forward(call.problem, call.backend), call.implementation, *given)
-    return finite(call, made if call.backward != "xla" else made[:2])  # of kernels' rows a plain backward knows nothing
-
-
-def _attend_along(call: Call, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    made = under_names(OUT_AND_LSE, attend(call, *primals))
-    moved = _moving(call.names, tangents)
-    if not moved:
-        return made, tuple(jnp.zeros_like(m) for m in made)
-    found = linear(Tangent(call, tuple(moved)), (*primals, *made), tuple(moved.values()))
-    return made, (*found, *(jnp.zeros_like(m) for m in made[2:]))
+    return differentiable(Attend(call), *given)
 
 
 @dataclass(frozen=True)
@@ -174,36 +183,40 @@ class Pull:
         made = given[len(names) : count]
         return dict(zip(names, given, strict=False)), made, _named("d", self.arriving, given[count:])
 
+    def apply(self, *given: Any) -> tuple[Any, ...]:
+        """The gradients that are wanted."""
+        call, (known, (out, *kept), arriving) = self.call, self.parts(given)
+        problem = wanting(call.problem, self.wanted)
+        gradients = Gradients(frozenset("qkv") & frozenset(self.wanted), "dlse" in arriving)
+        if call.debugs:
+            kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
+        if "dout" not in arriving:
+            arriving["dout"] = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
+        plain = "xla" in (call.implementation, call.backward)
+        backward: Any = "auto" if call.backward == "xla" else call.backward
+        step = Backward(problem, gradients, None if plain else call.implementation, backward, call.backward != "xla")
+        every = {**known, "out": out, "lse": kept[0], **arriving, **dict(zip(("stats",), kept[1:], strict=False))}
+        made = run_mapped(step, "xla" if plain else call.implementation, *(every[b.name] for b in step.inputs()))
+        found = dict(zip((b.name for b in step.outputs()), made, strict=True))
+        return tuple(found[f"d{n}"].astype(known[n].dtype) for n in self.wanted)
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+    @promotes
+    def along(self, primals: Sequence[Any], tangents: Sequence[Any | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """These, and how they change."""
+        made = pull(self, *primals)
+        known, _, arriving = self.parts(primals)
+        count = len(primals) - len(arriving)
+        moved = _moving(self.call.names, tangents[: len(known)])
+        moved |= _moving([f"d{n}" for n in self.arriving], tangents[count:])
+        if not moved:
+            return made, tuple(jnp.zeros_like(m) for m in made)
+        second = Second(self, tuple(moved))
+        return made, linear(second, (*known.values(), *arriving.values()), tuple(moved.values()))
+
+
 def pull(how: Pull, *given: Any) -> tuple[Any, ...]:
     """The gradients that are wanted."""
-    call, (known, (out, *kept), arriving) = how.call, how.parts(given)
-    problem = wanting(call.problem, how.wanted)
-    gradients = Gradients(frozenset("qkv") & frozenset(how.wanted), "dlse" in arriving)
-    if call.debugs:
-        kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
-    if "dout" not in arriving:
-        arriving["dout"] = varying_like([jnp.zeros(out.shape, out.dtype)], [out])[0]
-    plain = "xla" in (call.implementation, call.backward)
-    backward: Any = "auto" if call.backward == "xla" else call.backward
-    step = Backward(problem, gradients, None if plain else call.implementation, backward, call.backward != "xla")
-    every = {**known, "out": out, "lse": kept[0], **arriving, **dict(zip(("stats",), kept[1:], strict=False))}
-    made = run_mapped(step, "xla" if plain else call.implementation, *(every[b.name] for b in step.inputs()))
-    found = dict(zip((b.name for b in step.outputs()), made, strict=True))
-    return tuple(found[f"d{n}"].astype(known[n].dtype) for n in how.wanted)
-
-
-def _pull_along(how: Pull, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    made: Any = pull(how, *primals)
-    known, _, arriving = how.parts(primals)
-    count = len(primals) - len(arriving)
-    moved = _moving(how.call.names, tangents[: len(known)])
-    moved |= _moving([f"d{n}" for n in how.arriving], tangents[count:])
-    if not moved:
-        return made, tuple(jnp.zeros_like(m) for m in made)
-    second = Second(how, tuple(moved))
-    return made, linear(second, (*known.values(), *arriving.values()), tuple(moved.values()))
+    return differentiable(how, *given)
 
 
 @dataclass(frozen=True)
@@ -242,10 +255,6 @@ class Second:
 
     def change(self, fixed: Sequence[Any], linear: Sequence[Any], moved: Sequence[Any]) -> tuple[Any, ...]:
         raise _third(self.how.call.problem)
-
-
-attend.defjvp(promotes(_attend_along), symbolic_zeros=True)
-pull.defjvp(promotes(_pull_along), symbolic_zeros=True)
 
 
 # What has a shape, so that reverse mode can transpose around it, and refuses where it would be computed.

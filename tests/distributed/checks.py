@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import Alibi, Bias, Dilated, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Predicate, Prefix
@@ -194,6 +196,26 @@ def a_query_for_each_rank_has_its_own_bias() -> None:
     context = Context(method="ulysses")
     with pytest.raises(NotSupported, match="a bias with an axis of queries"):
         attention(*(shard(t, context) for t in whole), context=context, score=(Bias(shard(bias, context, 2)),))
+
+
+def no_tokens_are_a_sequence_too() -> None:
+    for method, shape in product(METHODS, ((1, 0, 8, 16), (0, 8, 8, 16))):
+        q, k, v = (torch.zeros(shape).requires_grad_() for _ in range(3))
+        for how in ({"causal": True}, {"causal": True, "window": (3, 0)}):
+            out = attention(q, k, v, context=Context(method=method), **how)
+            assert [t.shape for t in (out, *torch.autograd.grad(out.sum(), (q, k, v)))] == [shape] * 4
+
+
+def checkpoints_run_a_call_again() -> None:
+    """Under torch's hooks a backward may ask once for what was saved."""
+    for method in METHODS:
+        context = Context(method=method, layout="zigzag")
+        given = [t.requires_grad_() for t in shards()]
+        call = partial(attention, context=context, causal=True, window=(9, 0))
+        expected = torch.autograd.grad(call(*given).square().sum(), given)
+        made = checkpoint(call, *given, use_reentrant=False)
+        for a, b in zip(torch.autograd.grad(made.square().sum(), given), expected, strict=True):
+            assert torch.equal(a, b), method
 
 
 def autocast_counts_as_it_does_on_one_process() -> None:
@@ -463,5 +485,5 @@ CHECKS = (
     ranks_that_differ_refuse_together, what_is_not_done_is_refused, contexts_without_meaning, shards_come_back,
     the_text_says_which_method_and_what_it_sends, helpers_refuse_what_has_no_meaning,
     a_query_for_each_rank_has_its_own_bias, dropout_keeps_what_one_device_keeps, float64_stays_float64,
-    sixteen_bits_are_as_exact_as_on_one_process,
+    sixteen_bits_are_as_exact_as_on_one_process, no_tokens_are_a_sequence_too, checkpoints_run_a_call_again,
 )  # fmt: skip

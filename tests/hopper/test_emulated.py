@@ -187,6 +187,14 @@ def test_a_forward_keeps_entropies_without_looking_for_maxima() -> None:
     judge([dict(case, keeps=["entropy"]) for case in (*cases, *drifting)])
 
 
+def test_a_forward_keeps_largest_scores_without_looking_for_maxima() -> None:
+    """They are told from the largest probabilities, whatever exponents were measured from."""
+    judge([
+        dict(case, keeps=["peak"], drift=drift)
+        for drift in (0.0, -0.5, 4.0) for case in Tile((TINY, CAUSAL, UNSEEN_QUERIES, WINDOW, HALVES), 128).cases("watched")
+    ])  # fmt: skip
+
+
 def test_statistics_are_of_an_item_s_own_rows() -> None:
     """A warp's rows may belong to two items. Largest scores shared within a warp were off by 0.4 to 1.3 on an H200."""
     items = ([0, 19, 191, 222], [0, 145, 253, 256]), ([0, 70, 100, 141], [0, 90, 130, 199])

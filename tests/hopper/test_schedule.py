@@ -129,9 +129,11 @@ def test_query_heads_that_share_keys_have_tiles_of_their_own(sizes: str, rest: s
 @pytest.mark.parametrize(
     ("seqlen", "rest", "swizzle", "converts"),
     [
-        (16384, ",band=:0", 4, True),
+        (8192, ",band=:0", 4, True),
+        (16384, ",band=:0", 4, False),
         (32768, ",band=:0", 4, False),
-        (65536, ",band=:0", 1, False),  # not measured
+        (65536, ",band=:0", 4, False),
+        (131072, ",band=:0", 1, False),  # not measured
         (32768, ",band=:0,score=softcap(30.0)", 1, False),
         (32768, "", 1, False),
     ],
@@ -139,4 +141,13 @@ def test_query_heads_that_share_keys_have_tiles_of_their_own(sizes: str, rest: s
 def test_long_causal_heads_go_together_and_leave_dq_to_a_pass(seqlen: int, rest: str, swizzle: int, converts: bool) -> None:
     launch, fired = backward_choice(problem(1, seqlen, 16, rest), H100)
     assert (launch.swizzle, launch.converts) == (swizzle, converts)
-    assert any("long causal tiles" in line for line in told(fired)) == (seqlen == 32768 and rest == ",band=:0")
+    assert any("long causal tiles" in line for line in told(fired)) == (seqlen in (32768, 65536) and rest == ",band=:0")
+
+
+@pytest.mark.parametrize(
+    ("rest", "joined", "converts"), [("", True, False), (",band=:0", False, False), (",deterministic", False, False)]
+)
+def test_narrow_tiles_join_words_without_a_mask_and_leave_dq_to_a_pass(rest: str, joined: bool, converts: bool) -> None:
+    launch = choose_backward(AttentionProblem.parse(f"attention(q=4x4096x16x96,kv=4096x16x96,bf16{rest})"), H100)
+    assert (launch.joined, launch.converts) == (joined, converts)
+    assert launch.narrow == (rest != ",deterministic")

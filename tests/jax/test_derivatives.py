@@ -80,6 +80,29 @@ def test_second_derivatives_of_what_has_them() -> None:
     close(jax.jit(of_tangent(ours))(*x), jax.jit(of_tangent(plain))(*x), 1e-4)
 
 
+def test_second_derivatives_through_a_scan() -> None:
+    """JAX takes a scan's body apart, and forgets what `custom_jvp` said of it: layers of a model are such a body."""
+    q, k, v = inputs(1)[:3]
+    moved = MOVED[0][:1]
+
+    def layers(function: Any) -> Any:
+        def layer(x: Any, scale: Any) -> tuple[Any, Any]:
+            out = function(x, k, v, *inputs(1)[3:])[0]
+            return x + scale * jnp.sin(out), jnp.square(out).sum()
+
+        return lambda q: jax.lax.scan(layer, q, jnp.array([0.5, 1.0]))[1].sum()
+
+    def every(function: Any) -> Any:
+        first = jax.grad(layers(function))
+        twice = jax.grad(lambda q: jnp.square(first(q)).sum())
+        mapped = jax.vmap(lambda t: jax.jvp(first, (q,), (t,))[1])(jnp.stack((moved, 2.0 * moved)))
+        tangents = jax.grad(lambda q: jax.jvp(layers(function), (q,), (moved,))[1])
+        return jax.jvp(first, (q,), (moved,)), twice(q), mapped, tangents(q)
+
+    found, expected = (jax.jit(lambda f=f: every(f))() for f in (ours, plain))
+    close(found, expected, 1e-4)
+
+
 def test_hessian_and_vmap() -> None:
     q, k, v, *rest = inputs(1)
     small = lambda f: lambda q: loss(f, 6)(q, k, v, *rest)  # noqa: E731

@@ -46,7 +46,8 @@ from flashtile.kernels.sm90.host.tile_forward import (
     make_queries_tile,
     make_watched_tile,
 )
-from flashtile.kernels.sm90.tangent.plan import plan_tangent
+from flashtile.kernels.sm90.second.plan import plan_keys, sums_dq
+from flashtile.kernels.sm90.tangent.plan import plan_second, plan_tangent
 from flashtile.kernels.sm90.tangent.plan import refusals as tangent_refusals
 from flashtile.plan.arguments import integers, mask_args, score_args
 from flashtile.plan.backend import ROW_STATISTICS, Direction, Gradients, OfferedPass, Passes
@@ -74,6 +75,8 @@ FEW_ROWS = 512
 class Repairs(Protocol):
     """A backend whose kernels may follow this one's."""
 
+    passes: Passes
+
     def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None: ...
 
     def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None: ...
@@ -90,12 +93,30 @@ def _watched_refusals(problem: AttentionProblem, device: Device, direction: Dire
     return [follow] * problem.shares_offset + [eight] * (problem.stored is not None)
 
 
+def _second(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
+    if sums_dq(problem, direction):
+        return plan_keys(problem, device, direction)
+    assert BACKEND.repairs is not None
+    return plan_second(problem, device, direction, BACKEND.repairs.passes["second"].plan(problem, device, direction))
+
+
+def _second_refusals(problem: AttentionProblem, device: Device, direction: Direction) -> list[str]:
+    reasons = tangent_refusals(problem, device, direction)
+    if BACKEND.repairs is not None:
+        reasons += BACKEND.repairs.passes["second"].unsupported(problem, device, direction)
+    return reasons
+
+
 class HopperBackend:
     """H100, H200: 16-bit problems through TMA and warpgroup matrix instructions."""
 
     name = "hopper"
     passes: Passes = MappingProxyType(
-        {"watched": OfferedPass(_watched, _watched_refusals), "tangent": OfferedPass(plan_tangent, tangent_refusals)}
+        {
+            "watched": OfferedPass(_watched, _watched_refusals),
+            "tangent": OfferedPass(plan_tangent, tangent_refusals),
+            "second": OfferedPass(_second, _second_refusals),
+        }
     )
     repairs: Repairs | None = None  # who computes again what is off where a row's scores are large; `dispatch` says it
 

@@ -28,6 +28,7 @@ from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.heads import attend_heads
+from flashtile.torch.context.known import KNOWN, Known, key_of
 from flashtile.torch.context.layout import Fetched, check_length, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
@@ -81,14 +82,20 @@ def attention(
             check_names("attention", unknown, (*(name for name in EVERY if name != "returns"), "context"))
         q, k, v = plain(q, k, v)
         used = _used(q, k, v, seqused_q, seqused_k, context)
-        want, method = checked(
-            q, k, v, context, causal=causal, window=window, mask=mask, score=score, scale=scale, sink=sink, dropout=dropout,
-            options=options, return_lse=return_lse, counted=used is not None,
-        )  # fmt: skip
-    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    told = described(want, method=method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
-    agree(context, told, values=lambda: numbers(want, q.shape[1], **lengths))
-    want = want.with_seed(context, q.device)
+        given: dict[str, Any] = {
+            "causal": causal, "window": window, "mask": mask, "score": score, "scale": scale, "sink": sink, "dropout": dropout,
+            "options": options, "return_lse": return_lse,
+        }  # fmt: skip
+        key = key_of(q, k, v, context, None, **given) if used is None else None
+        known = None if key is None else KNOWN.get(key)
+        found = known or Known(*checked(q, k, v, context, counted=used is not None, **given))
+    if known is None:
+        lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        told = described(found.want, method=found.method, return_lse=return_lse, q=q, k=k, v=v, **lengths)
+        agree(context, told, values=lambda: numbers(found.want, q.shape[1], **lengths))
+        if key is not None:
+            KNOWN[key] = found
+    want, method = found.want.with_seed(context, q.device), found.method
     if method == "ulysses":
         lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
         made = by_heads(q, k, v, context, want, return_lse, lengths)
@@ -96,13 +103,14 @@ def attention(
         over = partial(by_positions, method=TWO_AXES[method], return_lse=return_lse, used=used)
         made = over_mesh(q, k, v, context, want, over)
     else:
-        made = by_positions(q, k, v, context, want, method, return_lse, used)
+        made = by_positions(q, k, v, context, want, method, return_lse, used, found)
     return made if return_lse else made[0]
 
 
 def by_positions(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, method: str, return_lse: bool, used: Any
-) -> tuple[torch.Tensor, Any]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, method: str, return_lse: bool, used: Any,
+    known: Known | None = None,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None), each rank of its own queries; of each item's first `used` tokens."""
     rows = None
     if used is not None:
@@ -118,14 +126,16 @@ def by_positions(
     if method == "ring":
         out, lse = attend_ring(q, k, v, Ring(context, want, seqlen_q, seqlen_k))
     else:
-        out, lse = _allgather(q, k, v, context, want, return_lse)
+        out, lse = _allgather(q, k, v, context, want, return_lse, known)
     if rows is not None:
         out = out.where(rows[..., None, None], 0.0)
         lse = None if lse is None else lse.where(rows[:, None], -torch.inf)
     return out, lse
 
 
-def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool) -> Any:
+def _allgather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, return_lse: bool, known: Known | None
+) -> Any:
     """(out, lse or None): a call for each run of queries, beside the first keys of all, or those of its window."""
     shift = (k.shape[1] - q.shape[1]) * context.ranks
     band = reach(want.band, want.dropout is not None)
@@ -135,7 +145,7 @@ def _allgather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Conte
         pieces = prefixes(own, shift, k.shape[1] * context.ranks, want.band, have)
         return [Part(p.rows, p.keys, {"sink": want.sink, **want.piece(p, shift)}) for p in pieces]
 
-    return attend_gathered(q, k, v, context, want, band, parts_of, return_lse)
+    return attend_gathered(q, k, v, context, want, band, parts_of, return_lse, known)
 
 
 def over_mesh(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashtile.memory import remembered
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Fetched, Stages, runs
 from flashtile.torch.context.shards import gathered, order
@@ -396,9 +397,14 @@ Routes = list[list[slice]]  # by rank
 
 def _routes(seqlen: int, context: Context, wanted: tuple[Fetched, ...]) -> tuple[Routes, Routes]:
     """Which of this rank's rows go to each rank, and where those of each rank lie among what arrives."""
-    held = [runs(context.layout, seqlen, context.ranks, rank) for rank in range(context.ranks)]
-    taken = [[rows for rows, _ in keys.shared(held[context.rank])] for keys in wanted]
-    return taken, [[at for _, at in wanted[context.rank].shared(source)] for source in held]
+    return _routes_of(seqlen, context.layout, context.rank, wanted)
+
+
+@remembered(256, "ways of keys between ranks")
+def _routes_of(seqlen: int, layout: str, mine: int, wanted: tuple[Fetched, ...]) -> tuple[Routes, Routes]:
+    held = [runs(layout, seqlen, len(wanted), rank) for rank in range(len(wanted))]
+    taken = [[rows for rows, _ in keys.shared(held[mine])] for keys in wanted]
+    return taken, [[at for _, at in wanted[mine].shared(source)] for source in held]
 
 
 def _counts(routes: Routes) -> list[int]:

@@ -7,6 +7,7 @@ cu_seqlens: the host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,13 +56,17 @@ class Documents:
     def tokens(self) -> Order:
         """The whole's tokens in the order of chunks: of shards, chunks r and 2 ranks - 1 - r are rank r's."""
         first = self.starts[:, None] + self.sizes.cumsum(1) - self.sizes
-        return Order(_spread((first - self.places).T, self.sizes.T, self.total))
+        return Order(lambda: _spread((first - self.places).T, self.sizes.T, self.total))
 
     def seen(self, chunks: int) -> Order:
         """The tokens of the first chunks, document by document."""
-        sizes = self.sizes[:, :chunks]
-        ends = sizes.flatten().cumsum(0).view(sizes.shape)
-        return Order(_spread(self.places[:, :chunks] - (ends - sizes), sizes, chunks * self.chunk))
+
+        def found() -> torch.Tensor:
+            sizes = self.sizes[:, :chunks]
+            ends = sizes.flatten().cumsum(0).view(sizes.shape)
+            return _spread(self.places[:, :chunks] - (ends - sizes), sizes, chunks * self.chunk)
+
+        return Order(found)
 
     def items(self, first: int, end: int) -> torch.Tensor:
         """cu_seqlens of the documents' tokens in chunks first to end, int32; tokens of none lie behind."""
@@ -75,10 +80,14 @@ def _spread(moved: torch.Tensor, sizes: torch.Tensor, count: int) -> torch.Tenso
 
 
 class Order:
-    """Tokens in another order than theirs: which each is."""
+    """Tokens in another order than theirs. find: which each is, asked when it is wanted."""
 
-    def __init__(self, at: torch.Tensor):
-        self.at = at
+    def __init__(self, find: Callable[[], torch.Tensor]):
+        self.find = find
+
+    @cached_property
+    def at(self) -> torch.Tensor:
+        return self.find()
 
     @cached_property
     def inverse(self) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from flashtile.torch.context.calls import Keys, call, widens
 from flashtile.torch.context.collectives import WHAT, Fetch, Fetching, Gather, Gathering, Returning, ReturningHalo, wider
 from flashtile.torch.context.context import Context, head_groups
 from flashtile.torch.context.documents import Order
-from flashtile.torch.context.layout import Fetched, fetched, stages
+from flashtile.torch.context.known import Known
+from flashtile.torch.context.layout import Fetched, Stages, fetched, stages
 from flashtile.torch.context.wanted import Wanted
 from flashtile.torch.execute.plain import is_traced
 from flashtile.torch.routes.derivatives import first_derivatives
@@ -75,17 +75,59 @@ class Placed:
         return tensor[:, self.heads, self.part.rows]
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How keys come to a rank's calls, and how their gradients go back: of a halo, or group by group of heads.
+
+    wanted: what each rank fetches of a halo. stages: which keys come when, where there is none. tokens: how many keys a rank
+    has.
+    """
+
+    context: Context
+    wanted: tuple[Fetched, ...]
+    stages: Stages | None
+    groups: int
+    tokens: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, context: Context, band: Band, wanted: tuple[Fetched, ...]) -> Ways:
+        if wanted[context.rank].halo:
+            return cls(context, wanted, None, 1, k.shape[1])
+        plan = stages(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
+        return cls(context, wanted, plan, head_groups("allgather", q, k, context), k.shape[1])
+
+    def heads(self, group: int, of: int) -> slice:
+        """Which of so many heads are a group's."""
+        return slice(group * of // self.groups, (group + 1) * of // self.groups)
+
+    def begin(self, k: torch.Tensor, v: torch.Tensor) -> list[Gathering] | list[Fetching]:
+        """All groups' keys, on their way here."""
+        if self.stages is None:
+            return [Fetching(k, v, self.context, self.wanted)]
+        there = [self.heads(group, k.shape[2]) for group in range(self.groups)]
+        return [Gathering(k[:, :, heads], v[:, :, heads], self.context, self.stages) for heads in there]
+
+    def back(self) -> Returning | ReturningHalo:
+        """For a backward: nothing is on its way yet."""
+        if self.stages is None:
+            return ReturningHalo(self.context, self.wanted, self.tokens)
+        return Returning(self.context, self.stages, self.tokens)
+
+
 def attend_gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band, parts_of: PartsOf,
-    return_lse: bool,
+    return_lse: bool, known: Known | None = None,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of calls whose rows, one after another, are all of q, with the keys that the band lets a rank see.
 
     A call waits for the keys that it sees, while those behind them are still coming. In the backward the last call comes first,
     and what it gives of other ranks' keys goes while the next is computed. Where it pays, the same group by group of heads.
     Every head's numbers are as in one call.
-    parts_of: the calls, of what is here and of what is wanted of a group's heads.
+    parts_of: the calls, of what is here and of what is wanted of a group's heads. known: where they are kept for a call alike.
     """
+    if known is not None and known.ready is not None:
+        ways, placed = known.ready
+        return _Gathered.apply(placed, ways.begin(k, v), ways, return_lse, q, k, v)  # pyright: ignore[reportReturnType]
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
     have = wanted[context.rank]
     if is_traced(q, k, v):
@@ -93,33 +135,14 @@ def attend_gathered(
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
         made = [call(q[:, p.rows], keys.each(p.of), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None
-    return _attend(q, k, v, context, want, band, wanted, parts_of, return_lse)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, want: Wanted, band: Band,
-    wanted: tuple[Fetched, ...], parts_of: PartsOf, return_lse: bool,
-) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    have = wanted[context.rank]
-    groups = 1 if have.halo else head_groups("allgather", q, k, context)
-    size_q, size_k = q.shape[2] // groups, k.shape[2] // groups
-    coming: list[Gathering | Fetching] = []
-    returning: Callable[[], Returning | ReturningHalo]
-    if have.halo:
-        coming.append(Fetching(k, v, context, wanted))
-        returning = partial(ReturningHalo, context, wanted, k.shape[1])
-    else:
-        plan = stages(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
-        for group in range(groups):
-            there = slice(group * size_k, (group + 1) * size_k)
-            coming.append(Gathering(k[:, :, there], v[:, :, there], context, plan))
-        returning = partial(Returning, context, plan, k.shape[1])
+    ways = Ways.of(q, k, context, band, wanted)
+    coming = ways.begin(k, v)
     placed: list[Placed] = []
     others: list[torch.Tensor] = []
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     for group, keys in enumerate(coming):
-        heads = slice(group * size_q, (group + 1) * size_q)
-        parts = parts_of(have, want if groups == 1 else want.of_group(heads, q.shape[2]))
+        heads = ways.heads(group, q.shape[2])
+        parts = parts_of(have, want if ways.groups == 1 else want.of_group(heads, q.shape[2]))
         for stage, part in enumerate(parts):
             given = _meant(q[:, part.rows, heads]), *map(part.meant, keys.whole)
             made, some = prepared(*given, return_lse=return_lse, **part.arguments)
@@ -127,7 +150,9 @@ def _attend(
                 made.require_backward()
             placed.append(Placed(made, part, group, stage, heads, slice(len(others), len(others) + len(some))))
             others += some
-    return _Gathered.apply(placed, coming, returning, return_lse, q, k, v, *others)  # pyright: ignore[reportReturnType]
+    if known is not None and not others:
+        known.ready = ways, placed
+    return _Gathered.apply(placed, coming, ways, return_lse, q, k, v, *others)  # pyright: ignore[reportReturnType]
 
 
 class _Gathered(torch.autograd.Function):
@@ -135,7 +160,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, placed: list[Placed], coming: list[Any], returning: Any, return_lse: bool, q: Any, k: Any, v: Any,
+        ctx: Any, placed: list[Placed], coming: list[Any], ways: Ways, return_lse: bool, q: Any, k: Any, v: Any,
         *others: torch.Tensor,
     ) -> Any:  # fmt: skip
         out, lse = None, None
@@ -143,38 +168,33 @@ class _Gathered(torch.autograd.Function):
             out = q.new_empty((*q.shape[:3], v.shape[3]))
         if len(placed) > 1 and return_lse:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wider(q.dtype))
-        wholes: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         ctx.counts = list[int]()
         for p in placed:
-            whole = coming[p.group].arrived(p.stage)
-            if p.stage == 0:
-                wholes += whole
-            keys = [_widened(p.part.of(t)) for t in whole]
+            keys = [p.part.of(t) for t in coming[p.group].arrived(p.stage)]
             into = None if out is None else p.of(out)
-            made = p.call.forward((_widened(p.of(q)), *keys), others[p.others], into=into)
-            del keys
+            made = p.call.forward((_widened(p.of(q)), *map(_widened, keys)), others[p.others], into=into)
             if into is None:
                 out, lse = made[0].to(q.dtype), made[1].clone() if return_lse else None
             else:
                 _put(into, made[0])
                 if lse is not None:
                     p.of_rows(lse).copy_(made[1])
-            kept += made[1:]  # of out the whole is kept
-            ctx.counts.append(len(made) - 1)
-        ctx.placed, ctx.returning, ctx.count, ctx.end = placed, returning, len(coming), 2 + len(wholes) + len(others)
+            kept += *keys, *made[1:]  # of out the whole is kept
+            ctx.counts.append(1 + len(made))
+        ctx.placed, ctx.ways, ctx.count = placed, ways, len(coming)
         ctx.kinds = [(t.shape, t.dtype) for t in (k, v)]
-        ctx.save_for_backward(q, out, *wholes, *others, *kept)
+        ctx.save_for_backward(q, out, *others, *kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved, (q_wanted, *kv_wanted), of_others = ctx.saved_tensors, ctx.needs_input_grad[4:7], ctx.needs_input_grad[7:]
-        (q, out), wholes, others = saved[:2], saved[2 : 2 + 2 * ctx.count], saved[2 + 2 * ctx.count : ctx.end]
-        rest, (dout, dlse), keys_wanted = iter(saved[ctx.end :]), grads, any(kv_wanted)
+        (q, out), others = saved[:2], saved[2 : 2 + len(of_others)]
+        rest, (dout, dlse), keys_wanted = iter(saved[2 + len(of_others) :]), grads, any(kv_wanted)
         kept = [[next(rest) for _ in range(count)] for count in ctx.counts]
-        returning = ctx.returning()
+        returning = ctx.ways.back()
         of_other: list[torch.Tensor | None] = [None] * len(others)
         with torch.no_grad():
             dq = torch.empty_like(q) if q_wanted and len(kept) > 1 else None
@@ -186,9 +206,8 @@ class _Gathered(torch.autograd.Function):
                     grads_of_keys.extend(torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in ctx.kinds)
                 returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
 
-            for p, some in reversed(list(zip(ctx.placed, kept, strict=True))):
-                keys = [_widened(p.part.of(t)) for t in wholes[2 * p.group : 2 * p.group + 2]]
-                there = _widened(p.of(q)), *keys, *others[p.others], _widened(p.of(out)), *some
+            for p, (k, v, *some) in reversed(list(zip(ctx.placed, kept, strict=True))):
+                there = *map(_widened, (p.of(q), k, v)), *others[p.others], _widened(p.of(out)), *some
                 above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
                 needs = q_wanted, keys_wanted, keys_wanted, *of_others[p.others]
                 into = None if dq is None else p.of(dq)
@@ -202,7 +221,7 @@ class _Gathered(torch.autograd.Function):
                     returning.begin(p.group, p.stage, (p.part.keys, *p.part.back(of_keys[:2])))
                     if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
                         arrived(p.group + 1)
-                del keys, there, above, found, of_keys
+                del k, v, there, above, found, of_keys
             if keys_wanted:
                 arrived(0)
         of_keys = [t if wish else None for t, wish in zip(grads_of_keys, kv_wanted, strict=False)] or [None, None]

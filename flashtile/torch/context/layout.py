@@ -109,6 +109,8 @@ class Fetched:
 
     def place(self, key: Run) -> slice:
         """Where keys lie of which all are there."""
+        if not key.count:
+            return slice(0, 0)
         before = 0
         for run in self.runs:
             if run.start <= key.start <= key.last <= run.last:

@@ -28,6 +28,7 @@ from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.documents import Documents
 from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
+from flashtile.torch.context.known import KNOWN, Known, key_of
 from flashtile.torch.context.layout import Fetched, Run, runs, seen_keys
 from flashtile.torch.context.shards import document_ids
 from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
@@ -74,19 +75,26 @@ def attention_varlen(
             if isinstance(tensor, torch.Tensor) and tensor.dim() != 3:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (total / ranks, heads, head_dim).")
         q, k, v = (t[None] if isinstance(t, torch.Tensor) else t for t in plain(q, k, v))
-        want, method = checked(q, k, v, context, packed=True, **{**DEFAULTS, **arguments})
-        _check_want(want, q, k)
-        if context.layout == "documents" and not _cuts_off(want):
+        said = _layouts(cu_seqlens_q, cu_seqlens_k, most=(max_seqlen_q, max_seqlen_k))
+        key = None if said is None else key_of(q, k, v, context, said, **{**DEFAULTS, **arguments})
+        known = None if key is None else KNOWN.get(key)
+        found = known or Known(*checked(q, k, v, context, packed=True, **{**DEFAULTS, **arguments}))
+        if known is None:
+            _check_want(found.want, q, k)
+        if context.layout == "documents" and not _cuts_off(found.want):
             reason = "layout 'documents' with a band that looks ahead; 'zigzag' and 'contiguous' take any"
             raise NotSupported("attention over ranks", {"torch": [reason]})
         given = _given(q, context, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse = bool(arguments.get("return_lse", False))
-    told = described(
-        want, method=method, return_lse=return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
-    agree(context, {"varlen": "yes", **told}, values=lambda: numbers(want, 0, cu_seqlens_q=cu_seqlens_q))
-    want = want.with_seed(context, q.device)
+    if known is None:
+        told = described(
+            found.want, method=found.method, return_lse=return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+        agree(context, {"varlen": "yes", **told}, values=lambda: numbers(found.want, 0, cu_seqlens_q=cu_seqlens_q))
+        if key is not None:
+            KNOWN[key] = found
+    want, method = found.want.with_seed(context, q.device), found.method
     if method == "ulysses":
         lengths = {**given.tensors, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         out, lse = by_heads(q, k, v, context, want, return_lse, lengths)
@@ -207,6 +215,13 @@ def _of_documents(
         return [replace(part, arguments={**want.banded(), **part.arguments}) for part in parts]
 
     return attend_gathered(q, k, v, context, want, FULL if everything else Band(None, 0), parts_of, return_lse)
+
+
+def _layouts(*starts: Any, most: tuple[Any, Any]) -> Any:
+    """What is said of documents but for where they begin; None where it is neither tensors nor ints."""
+    if not all(t is None or type(t) is torch.Tensor for t in starts) or not all(n is None or type(n) is int for n in most):
+        return None
+    return *(None if t is None else (t.shape, t.dtype, t.device) for t in starts), *most
 
 
 def _cuts_off(want: Wanted) -> bool:

@@ -143,8 +143,8 @@ def converts(problem: AttentionProblem, form: Form, launch: BackwardLaunch, devi
         gains = p.band.right is None
     else:
         simple = not (launch.parted or p.group > 1 or form.adds or form.prescale)
-        brief = p.seqlen_k <= FEW_KEYS if p.band.right is None else queries_bytes(p) <= CACHED_BYTES
-        gains = simple and brief
+        brief = p.seqlen_k <= FEW_KEYS if p.band.right is None else queries_bytes(p) <= BRIEF_BYTES
+        gains = simple and brief and (p.band.right is None or not is_narrow(p, launch))
     return gains and backward_tiles(p, launch) > FEW_TILES * device.sm_count
 
 
@@ -176,7 +176,8 @@ def is_narrow(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
 
 CACHED_BYTES = 24 << 20
 GROUPED_BYTES = 128 << 20  # the same of grouped heads, whose tiles are long and few
-LONG_BYTES = 48 << 20  # the same of causal ones, whose tiles begin apart
+LONG_BYTES = 96 << 20  # the same of causal ones, whose tiles begin apart
+BRIEF_BYTES = 12 << 20  # of a causal head beyond which a pass behind makes dq sooner than a warp of this one
 LISTED_BYTES = 16 << 20
 DOCUMENTS = STAGGERED = 8
 MANY_QUERIES = 1024  # beside whose steps the sums of a tile's dk and dv count little
@@ -342,7 +343,7 @@ HEADS: Rules = (
         lambda _, launch: launch,
         "long causal tiles: heads go together, so that few blocks are left with a long one at the end",
         "an H200, 2026-11-30: 1 x 32768 x 16 x 128, where a warp of this pass makes dq 18.06 ms by one, 16.75 by four heads; "
-        "where a pass behind it does 16.77, 16.40",
+        "where a pass behind it does 16.77, 16.40; 1 x 65536 x 8 x 128 36.10, 33.92, by two 34.71",
     ),
     Rule(
         lambda a, launch: queries_bytes(a.problem) > CACHED_BYTES and not (a.problem.lengths.ragged or launch.parted),
@@ -396,13 +397,21 @@ SHARING: Rules = (
         lambda a, launch: not a.split and converts(a.problem, a.form, launch, a.device),
         lambda a, launch: replace(_with_room(a, launch), converts=True),
         "most heads are done long before the last one, and there is room: a warp of this pass makes dq",
-        LAB,
+        f"{LAB}; an H200, 2026-11-30: causal 1 x 16384 x 16 x 128 gains 1.015 without, 4 x 4096 x 16 x 96 1.016",
     ),
     Rule(
         lambda a, launch: not a.split and is_narrow(a.problem, launch),
         lambda _, launch: replace(launch, narrow=True),
         "a quarter of 128 columns is padding: products and additions to dq leave it out",
         "an H200, 2026-11-30: 4 x 4096, 16 heads of 96, causal 1.069 and full 1.075 of the speed, of 80 1.050 and 1.079",
+    ),
+    Rule(
+        lambda a, launch: (
+            launch.narrow and launch.stages == 3 and not launch.converts and a.problem.band.left is a.problem.band.right is None
+        ),
+        lambda _, launch: replace(launch, joined=True, stages_dout=launch.stages),
+        "of three quarters of 128 columns, without a mask, there is room for as many stages of dout as of queries",
+        "an H200, 2026-11-30: 4 x 4096, 16 heads of 96, full 1.033 of the speed",
     ),
 )
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from flashtile.kernels.device.direction import FIELDS, LONE
 from flashtile.kernels.device.exponential import LN2, LOG2E
+from flashtile.kernels.device.grid import padded_rows
 from flashtile.kernels.device.memory import head_offset
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.sm90.device.barriers import pass_turn, take_turn
@@ -312,12 +313,18 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     tout = gl.where(seen, rows.turn * shares - means * out, 0.0)
     if targets[2] is not None:
         delta, tdelta = deltas(out, tout, targets[3], targets[4], at, size, T)
-        fields, lone = targets[2] + at_rows * FIELDS, gl.abs(total - 1.0) <= LONE
-        gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
-        gl.store(fields + 1, tdelta, mask=here)
-        gl.store(fields + 2, gl.where(lone | (total == 0.0), 0.0, mean + ref), mask=here)
-        gl.store(fields + 4, gl.where(lone, 0.0, scale / T.raised), mask=here)
-        gl.store(fields + 6, delta, mask=here)
+        lone, mean = gl.abs(total - 1.0) <= LONE, gl.where(total == 0.0, 0.0, mean + ref)
+        if targets[5] is None:
+            fields = targets[2] + at_rows * FIELDS
+            gl.store(fields, gl.where(total != 0.0, lse * LOG2E, float("inf")), mask=here)
+            gl.store(fields + 1, tdelta, mask=here)
+            gl.store(fields + 2, gl.where(lone, 0.0, mean), mask=here)
+            gl.store(fields + 4, gl.where(lone, 0.0, scale / T.raised), mask=here)
+            gl.store(fields + 6, delta, mask=here)
+        else:
+            level = gl.where(total != 0.0, lse, float("inf"))
+            store_starts(targets[2], targets[5][0], level * LOG2E, mean, delta, tdelta, lone, at, whole, index)
+            clear(targets[5][1], at, whole, T)
     if out_desc is not None:
         mem.q.index(GROUP).reshape([ROWS, COLUMNS]).store(out.to(mem.q.dtype))
     if tout_desc is not None:
@@ -328,6 +335,29 @@ def finish(rows, ref, out_desc, tout_desc, targets, mem, at, whole, size, scale,
     if tout_desc is not None:
         send(mem.tq.index(GROUP), tout_desc, (), at, 0, T.head_dim_v, T)
     store_wait(0)
+
+
+@gluon.jit
+def store_starts(ptr, span, level, mean, delta, tdelta, lone, at, whole, index):
+    """Each row's numbers as `second.kernel` loads them: level, mu, delta, its tangent, and 0 where the row is LONE, else 1.
+
+    Of queries that do not exist, too, of which nothing comes, for q and dout are 0.
+    """
+    first, here = ptr + (at.slab * whole.heads + at.head).to(gl.int64) * (5 * span) + index, index < span
+    gl.store(first, level, mask=here)
+    gl.store(first + span, gl.where(lone, 0.0, mean), mask=here)
+    gl.store(first + 2 * span, delta, mask=here)
+    gl.store(first + 3 * span, tdelta, mask=here)
+    gl.store(first + 4 * span, gl.where(lone, 0.0, 1.0), mask=here)
+
+
+@gluon.jit
+def clear(sum_ptr, at, whole, T: gl.constexpr):
+    """Zeros for a warpgroup's queries in the sum of dq, (batch, heads_q, `padded_rows`, columns)."""
+    COUNT: gl.constexpr = T.rows * T.columns
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # pyright: ignore[reportAssignmentType]
+    first = ((at.slab * whole.heads + at.head).to(gl.int64) * padded_rows(whole.seqlen_q) + at.row) * T.columns
+    gl.store(sum_ptr + first + gl.arange(0, COUNT, FLAT), gl.zeros([COUNT], gl.float32, FLAT))  # pyright: ignore[reportCallIssue]
 
 
 @gluon.jit
@@ -379,7 +409,9 @@ def attention_tangent(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, out_des
     """Descriptors, counts and rest as `forward.attention_forward` has them; of tk and tv None where these do not move.
 
     targets = (lse, its tangent, FIELDS of each row as `portable.tangent` leaves them, and what these are made of: (dout, dlse,
-    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous.
+    tangents of both), strides of all four), or None; the first three float32, (batch, heads_q, seqlen_q), contiguous. Last,
+    where rows are those of `store_starts`, (batch, heads_q, 5, queries), how many queries these are, some more than there are,
+    and a sum that is to be cleared.
     """
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k

@@ -53,22 +53,30 @@ def make_tangent_tile(p: AttentionProblem, launch: ForwardLaunch) -> ForwardTile
 def plan_tangent(p: AttentionProblem, device: Device, direction: Direction, launch: ForwardLaunch | None = None) -> Plan:
     """One launch; `launch` overrides its tile."""
     launch, fired = tangent_choice(p, device, direction.moved) if launch is None else (launch, ())
-    targets = (Pointer("lse"), Pointer("tlse"), None, None, None)
+    targets = (Pointer("lse"), Pointer("tlse"), None, None, None, None)
     call = tangent_call(p, device, direction, launch, ("out", "tout"), targets)
     return Plan(p, "hopper", "", tangent_buffers(p, direction), (call,), (f"tangent tile {launch.spell()}", *told(fired)))
 
 
 def plan_second(p: AttentionProblem, device: Device, direction: Direction, plan: Plan) -> Plan:
     """The portable `plan` of a second derivative, whose tangent pass is this one."""
+    own, notes = first_pass(p, device, direction, None)
+    calls = tuple(own if is_tangent(call) else call for call in plan.calls)
+    notes = (*notes, *(n for n in plan.notes if not n.startswith("tangent tile")))
+    return replace(plan, backend="hopper", calls=calls, notes=notes)
+
+
+def first_pass(
+    p: AttentionProblem, device: Device, direction: Direction, behind: tuple[int, Pointer] | None
+) -> tuple[KernelCall, tuple[str, ...]]:
+    """(the tangent pass of a second derivative, its notes); behind: what `attention_tangent` has last of the targets."""
     launch, fired = tangent_choice(p, device, direction.moved)
     given = tuple(Pointer(n) if n in direction.given else None for n in ARRIVING)
     strides = tuple(Strides(n if n in direction.given else "q") for n in ARRIVING)
     made = (None, "tout" if "out" in direction.wanted else None)
-    targets = (None, Pointer("tlse") if "lse" in direction.wanted else None, Pointer("rows"), given, strides)
-    own = tangent_call(p, device, direction, launch, made, targets)
-    calls = tuple(own if is_tangent(call) else call for call in plan.calls)
-    notes = (f"tangent tile {launch.spell()}", *told(fired), *(n for n in plan.notes if not n.startswith("tangent tile")))
-    return replace(plan, backend="hopper", calls=calls, notes=notes)
+    targets = (None, Pointer("tlse") if "lse" in direction.wanted else None, Pointer("rows"), given, strides, behind)
+    call = tangent_call(p, device, direction, launch, made, targets)
+    return call, (f"tangent tile {launch.spell()}", *told(fired))
 
 
 ARRIVING = ("dout", "dlse", "tdout", "tdlse")

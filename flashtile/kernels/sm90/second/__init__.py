@@ -1,0 +1,1 @@
+"""Second derivatives on Hopper."""
