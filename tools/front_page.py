@@ -256,7 +256,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 def _when(rows: Sequence[Result] | Sequence[Row]) -> str:
     """The day of rows, or the first and the last. docs/benchmarks.md has their commits."""
-    days = sorted({(r["date"] if isinstance(r, dict) else r.date)[:10] for r in rows})
+    days = sorted({(r["date"] if isinstance(r, Mapping) else r.date)[:10] for r in rows})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
