@@ -65,7 +65,8 @@ FILES = {  # file -> what its rows are
     "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
     "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
     "field-tests-caches-h200": "Tests of caches and sums through our names, flash-attention 3's, 4's (cute), flashinfer's and "
-    "FlashMLA's: `benchmarks/field_tests.py`.",
+    "FlashMLA's: `benchmarks/field_tests.py`. Those of eccae7ed are flash-attention 2's. "
+    "Of version 3 the tests of the cache and of sums alone ran.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "fp8-gradients": "Errors of gradients beside e4m3, on a CPU: `benchmarks/fp8.py --sections gradients`.",
