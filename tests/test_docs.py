@@ -45,7 +45,7 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
         "said |= {name: answers(page(name)) for name in (f'answers/{group}.md' for group in answer_pages.GROUPS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
         " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
-        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', caches))};"
+        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', fp8))};"
         "print(*sorted(said)); print(*(name for name, text in said.items() if text != page(name)))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}

@@ -70,6 +70,7 @@ def figures(results: Path) -> dict[str, str]:
         "decoding": script_tables.decoding(results),
         "documents": script_tables.documents(results),
         "e4m3": script_tables.e4m3_caches(results),
+        "fp8": script_tables.fp8_shares(results),
         "field": front_page.field_tests(results),
         "first": script_tables.first_calls(results),
         "flex": _beside_flex(results),

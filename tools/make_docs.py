@@ -216,6 +216,8 @@ def features(text: str) -> str:
     """The page of features with what they cost."""
     text = replaced(text, "window", script_tables.window(RESULTS))
     text = replaced(text, "pairs", script_tables.pairs(RESULTS))
+    for depth in (128, 256):
+        text = replaced(text, f"fp8of{depth}", script_tables.fp8_share(RESULTS, depth).split()[0])
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
 
@@ -236,6 +238,15 @@ def limits(text: str) -> str:
 def caches(text: str) -> str:
     """A page with what a cache of e4m3 gains."""
     return replaced(text, "e4m3", script_tables.e4m3_caches(RESULTS))
+
+
+def fp8(text: str) -> str:
+    """The page of 8 bits with its speeds."""
+    text = replaced(caches(text), "speed", "\n" + script_tables.fp8_speed(RESULTS))
+    for depth in (64, 128, 256):
+        text = replaced(text, f"share{depth}", script_tables.fp8_share(RESULTS, depth))
+        text = replaced(text, f"quantised{depth}", script_tables.fp8_share(RESULTS, depth, "fp8 with quantisation"))
+    return replaced(text, "aims", script_tables.fp8_aims(RESULTS))
 
 
 def environment(text: str) -> str:
@@ -271,7 +282,7 @@ def main() -> None:
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
         "docs/limits.md": limits, **{f"docs/answers/{group}.md": answers for group in answer_pages.GROUPS},
         "docs/answers.md": answers,
-        "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": caches,
+        "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": fp8,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name
