@@ -97,8 +97,8 @@ def read(folder: Path) -> Iterator[Evidence]:
 
 
 def cache_backend(source: str, provider: str) -> str:
-    """Whose kernels a row of benchmarks/cached.py measured; `source` is the file's name."""
-    return "hopper" if source.startswith("cached-hopper") and " triton" not in provider else "triton"
+    """Whose kernels a row of benchmarks/cached.py or padded.py measured; `source` is the file's name."""
+    return "hopper" if source.startswith(("cached-hopper", "padded")) and " triton" not in provider else "triton"
 
 
 def has_passed(folder: Path, name: str, target: str) -> bool:
