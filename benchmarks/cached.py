@@ -102,7 +102,7 @@ def compile_one(
             caches.ours(page, kind, variant.call if variant else {}, True)[0]()
 
 
-TILES = 5  # as many as there are for a kind, at most
+TILES = 7  # as many as there are for a kind, at most
 
 
 class NoTile(Exception):

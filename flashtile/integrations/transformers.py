@@ -96,7 +96,8 @@ class Mask:
     """Which keys a query sees: those of a band, of its document, that are kept, among the first `used` of each item.
 
     keep: bool (batch, kv_length); documents: int32 (batch, length); used: int32 (batch,). shape is that of the boolean tensor
-    in whose place it stands.
+    in whose place it stands. first: int32 (batch,), the first key that is kept, where all behind it are: for kernels over a
+    cache, which are told that much sooner than a mask.
     """
 
     shape: tuple[int, int, int, int]
@@ -104,6 +105,7 @@ class Mask:
     keep: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     used: torch.Tensor | None = None
+    first: torch.Tensor | None = None
 
     @property
     def ndim(self) -> int:
@@ -147,6 +149,10 @@ class Mask:
             mask = KeyPadding(keep) & mask
         return {"mask": mask, "seqused_k": used}
 
+    def from_first(self, device: torch.device) -> dict[str, Any]:
+        """What `attention_cached` is told in the place of `keep`, if padding lies on the left."""
+        return {} if self.first is None else {"mask": self.band, "first_k": self.first.to(device)}
+
 
 class _NoTensor(NotSupported, AttributeError):
     """A refusal that `hasattr` understands."""
@@ -171,24 +177,35 @@ def make_mask(
         )  # fmt: skip
         return _masks.sdpa_mask(**given, **{**rest, **skips})
     band, documents = known
-    keep = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    keep, first = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset), None
     if keep is not None:
+        keep, length = keep[:, kv_offset : kv_offset + kv_length], q_offset + q_length
         decodes = q_length <= FEW and q_length < kv_length and not band.unbounded
-        hidden = not (decodes and _hides_nothing(attention_mask, q_offset + q_length))
-        keep = keep[:, kv_offset : kv_offset + kv_length] if hidden else None
-    return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail)
+        if decodes and _may_ask(attention_mask, length):
+            if bool(attention_mask.all() & (attention_mask.shape[-1] >= length)):
+                keep = None
+            elif isinstance(kv_offset, int) and kv_offset == 0:
+                first = _first_kept(attention_mask, length)
+    return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail, first)
 
 
-def _hides_nothing(padding: torch.Tensor, length: Any) -> bool:
-    """Whether padding keeps all `length` tokens, asked where no gradient, tracer or capture is at work: it waits for the
-    device, as transformers' own masks do. Kernels over a cache are faster without it.
+def _first_kept(padding: torch.Tensor, length: Any) -> torch.Tensor | None:
+    """The first token of each item that padding keeps, if that keeps all of `length` behind it; else None."""
+    at = torch.arange(padding.shape[-1], device=padding.device)
+    kept = (padding != 0) & (at < length)
+    first = kept.int().argmax(-1)
+    whole = (kept == (at >= first[:, None]) & (at < length)).all() & (padding.shape[-1] >= length)
+    return first.int() if bool(whole) else None
+
+
+def _may_ask(padding: torch.Tensor, length: Any) -> bool:
+    """Whether no gradient, tracer or capture is at work: to ask padding what it hides is to wait for the device, as
+    transformers' own masks do. Kernels over a cache are faster without it.
     """
     device, traced = padding.device.type, is_traced(padding, length) or torch._C._get_tracing_state() is not None
     if torch.is_grad_enabled() or traced or device not in ("cpu", "cuda"):
         return False
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    return bool(padding.all() & (padding.shape[-1] >= length))
+    return device == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
 def _tail(
@@ -359,6 +376,8 @@ def attention_forward(
     if pages["block_table"] is not None:
         return attend_pages(q, k, v, pages, packed[1], arguments), None
     if packed[0] is None and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None):
+        if ours and bias is None:  # whose places are the cache's
+            arguments |= attention_mask.from_first(q.device)
         return attend_whole(q, k, v, arguments), None
     if attention_mask is None and causal and packed[0] is None and bias is None:
         at = packed_starts(positions, q, k)

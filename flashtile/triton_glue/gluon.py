@@ -293,27 +293,6 @@ def row_products(a, b, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _row_largest(columns: int) -> str:
-    count, steps = columns // 2, ""
-    for i in range(count):  # as above; two steps in a row are one instruction (VIMNMX3)
-        steps += f"max.s32 m{i % 4}, ${count + i}, {f'm{i % 4}' if i > 3 else '0'};\n"
-    made = "".join(f"mov.b32 ${i}, m{i // 2 % 2 * 2};" for i in range(count))
-    return f"{{ .reg .s32 m<4>;\n{steps}max.s32 m0, m0, m1; max.s32 m2, m2, m3;\n{made} }}"
-
-
-@gluon.jit
-def row_largest(x, COLUMNS: gl.constexpr):
-    """Of each row's numbers that a thread holds the largest, of numbers without a sign; 64 x COLUMNS, in `matrix_layout`.
-
-    Their bits are ordered as they are, and of integers Hopper takes the largest of three.
-    """
-    return gl.inline_asm_elementwise(
-        _row_largest(COLUMNS), _operands(COLUMNS, "=r r"), [x.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=True,
-        pack=COLUMNS // 2,
-    ).to(gl.float32, bitcast=True)  # fmt: skip
-
-
-@gluon.constexpr_function
 def _ones(below: bool) -> str:
     return f"{{ .reg .s32 n; max.s32 n, $1, 0; bmsk.clamp.b32 $0, {'0, n' if below else 'n, 32'}; }}"
 
@@ -478,7 +457,7 @@ def of_first_lane(x):
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_largest", "row_products",
+    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
     "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
     "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

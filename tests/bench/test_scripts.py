@@ -84,6 +84,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any], int]] = {
         ["--models", "mla-tiny", "--batch", "2", "--keys", "32", "--caches", "e4m3", "--pages", "16", "--tiles"],
         dict(MODELS={"mla-tiny": (2, 1, 24, 16)}, **TINY_CACHES), 4,
     ),
+    "padded": (
+        ["--models", "tiny", "--batch", "2", "--keys", "32"],
+        dict(MODELS={"tiny": (2, 1, 16, 16)}, LEAST_BYTES=1, ROUNDS=2, STEP=3, captured=fake_gpu.captured), 3,
+    ),
     "fp8": (
         ["--sections", "errors", "speed", "tiles", "simulated", "gradients", "--shapes", "1x16x1x32", "--keys", "128",
          "--rounds", "1"],

@@ -39,7 +39,11 @@ def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = Fal
     used = [count - count % 128 + 64 for count in used] if full else used  # amid a tile of 128 keys
     columns = -(-max(*used, 1) // size) + r.randint(0, 2) * (not full) if size else 1
     rows = size or max(*used, 1) + r.randint(0, 3)
-    pages = Pages(batch * columns + 2 if size else batch, rows, columns, size > 0)
+    before = [0] * batch  # rows of padding
+    if not size and random.Random(-seed - 1).random() < 0.4:
+        before = [random.Random(f"{seed} {i}").choice((0, 1, 5, 64, 100)) for i in range(batch)]
+        rows += max(before)
+    pages = Pages(batch * columns + 2 if size else batch, rows, columns, size > 0, any(before))
     split = r.choice((0, 0, 128, 256))
     band = Band(*r.choice(((None, None), (None, 0), (None, 0), (100, 0), (7, 3), (30, None), (90, -20))))
     heads = heads_kv * group
@@ -61,10 +65,11 @@ def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = Fal
                 table[i, t // size] = free.pop()
             page = int(table[i, t // size]) if size else i
             for one in pools:
-                one[page, t % rows if size else t] = torch.randn(heads_kv, one.shape[3], generator=generator)
+                one[page, t % rows if size else before[i] + t] = torch.randn(heads_kv, one.shape[3], generator=generator)
     tensors = {"q": torch.randn(batch, seqlen, heads, dim, generator=generator).to(kind), "k": pools[0]}
     tensors["v"] = pools[0][..., :dim_v] if latent else pools[1]
-    tensors |= {"seqused_k": torch.tensor(used, dtype=torch.int32)}
+    tensors |= {"seqused_k": torch.tensor([a + b for a, b in zip(used, before, strict=True)], dtype=torch.int32)}
+    tensors |= {"first_k": torch.tensor(before, dtype=torch.int32)} if pages.first else {}
     tensors |= {"page_table": table} if size else {}
     tensors |= {"sink": torch.randn(heads, generator=generator)} if p.sink is not None else {}
     if not stored:
@@ -80,8 +85,9 @@ def given(problem: CachedProblem, tensors: Tensors) -> tuple[list[torch.Tensor],
     """(tensors, arguments by name) of `attention_cached` and of the reference."""
     p = problem.attention
     names = ("q", "k", "v", *(("page_table",) if problem.pages.table else ()))
+    more = {n: tensors[n] for n in ("sink", "k_scale", "v_scale", "first_k") if n in tensors}
     how: dict[str, Any] = {"seqused_k": tensors["seqused_k"], "mask": p.mask, "scale": p.scale}
-    return [tensors[name] for name in names], how | {n: tensors[n] for n in ("sink", "k_scale", "v_scale") if n in tensors}
+    return [tensors[name] for name in names], how | more
 
 
 def cleaned(problem: CachedProblem, tensors: Tensors) -> Tensors:

@@ -147,6 +147,25 @@ def test_a_cache_has_no_gradient_and_says_so() -> None:
             flashtile.attention_cached(**{**GOOD, "q": dual})
 
 
+@pytest.mark.parametrize("split", [0, 128])
+def test_pages_before_every_window_may_be_anybodys(backend: str, place: torch.device, split: int) -> None:
+    """They were evicted: their entries name page 0, or one whose rows are NaN, and no bit changes."""
+    given = batch_of([0, 3, 4], 19)
+    how: dict[str, Any] = dict(causal=True, window=(40, 0), split=split, return_lse=True)
+    kept = flashtile.attention_cached(
+        **{n: t.to(place) for n, t in given.items()}, **how, options=flashtile.Options(backend=backend)
+    )
+    pools = {name: torch.cat([given[name], torch.full_like(given[name][:1], torch.nan)]) for name in ("k_cache", "v_cache")}
+    for item, used in enumerate(given["seqused_k"].tolist()):
+        gone = max(used - 2 - 40, 0) // 16  # pages whose last row is before the first query's window
+        given["page_table"][item, :gone] = torch.tensor([0, len(pools["k_cache"]) - 1] * 10)[:gone].int()
+    evicted = {name: tensor.to(place) for name, tensor in {**given, **pools}.items()}
+    for got, want in zip(
+        flashtile.attention_cached(**evicted, **how, options=flashtile.Options(backend=backend)), kept, strict=True
+    ):
+        assert torch.equal(got, want)
+
+
 def test_hopper_says_why_it_does_not_read_a_cache_here() -> None:
     with pytest.raises(flashtile.NotSupported, match="made of sm90's instructions"):
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))

@@ -24,6 +24,7 @@ CASES = [
     ("", "cached(attention(q=1x1x4x128,kv=16x1x128,bf16,band=:0,used=k),pages=1x16x1,split=256)"),
     ("", "cached(attention(q=1x1x2x64,kv=32x1x96,fp32,used=k,sink=2:fp32),pages=1x32x1:contiguous:first)"),
     ("", "cached(attention(q=1x2x2x64,kv=8x1x64,fp16,varlen=2x8,used=k),pages=1x8x1,split=128,cache=e4m3:head:token)"),
+    ("", "cached(attention(q=1x2x4x64,kv=16x1x64,bf16,band=:0,used=k),pages=1x16x1,split=256,cache=e4m3:head:head)"),
     ("", "norm(x=1x768:bf16,residual=1x768:bf16,weight=768:bf16,bias=768:bf16;prenorm=True)"),
     ("", "norm(x=1x70000:fp32,weight=70000:fp32;kind='rms')"),
     ("", "cross_entropy(logits=1x50304:bf16,labels=1:int32;reduction='mean';eager_gradient=True;inplace=True)"),

@@ -20,7 +20,7 @@ from tests.hopper.emulated import error, poisoned, report
 
 # isort: split
 from flashtile.kernels.sm90.cached.plan import plan_cached
-from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, candidates, refusals
+from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, candidates, may_turn, refusals
 from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.cache import CachedProblem
@@ -36,11 +36,15 @@ STORED_TILES = tuple(
 )
 
 
+TURNED = tuple(CachedLaunch(block_k, stages, turned=True) for block_k, stages in ((64, 4), (128, 2), (64, 3)))
+
+
 def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -> Tensors:
     """out and lse of parts of `split` keys: of those that hold a key that some query of an item may see, and of no others."""
     p = problem.attention
     outs, sums = list[torch.Tensor](), list[torch.Tensor]()
-    for i, count in enumerate(tensors["seqused_k"].tolist()):
+    keys = tensors["seqused_k"] - tensors.get("first_k", torch.zeros(1, dtype=torch.int32))
+    for i, count in enumerate(keys.tolist()):
         for row in range(p.seqlen_q):
             position = count - p.seqlen_q + row
             lo = 0 if p.band.left is None else min(max(position - p.band.left, 0), count)
@@ -68,6 +72,8 @@ def assess(case: Any) -> dict[str, Any]:
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
     tiles = candidates(problem) if latent else STORED_TILES if stored else TILES
+    if may_turn(problem) and not latent:
+        tiles = (*TURNED, *tiles)
     launch = tiles[seed % len(tiles)]
     plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)
     buffers = tuple(replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)

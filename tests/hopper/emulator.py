@@ -179,11 +179,6 @@ def row_products(a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor
     return made[:, None, :, None].expand(-1, columns // 8, -1, 2).reshape(a.shape)
 
 
-def row_largest(x: torch.Tensor, columns: int) -> torch.Tensor:
-    made = x.reshape(x.shape[0], columns // 8, 4, 2).amax((1, 3))
-    return made[:, None, :, None].expand(-1, columns // 8, -1, 2).reshape(x.shape)
-
-
 def install(seed: int = 0) -> None:
     """Stand in for Triton and Gluon in this process."""
     assert "flashtile.kernels.device.mask" not in sys.modules, "kernels were imported before the emulator was installed"
@@ -215,7 +210,6 @@ def install(seed: int = 0) -> None:
         role_barrier=lambda: None,
         arrive_each=lambda barrier: barrier.arrive(32 * here().warps),
         rebased=rebased,
-        row_largest=row_largest,
         row_products=row_products,
         scale_unless_one=lambda acc, factor, columns: acc * factor,
         afresh=unchanged,

@@ -187,8 +187,8 @@ def test_a_forward_keeps_entropies_without_looking_for_maxima() -> None:
     judge([dict(case, keeps=["entropy"]) for case in (*cases, *drifting)])
 
 
-def test_a_forward_keeps_largest_scores_without_looking_for_maxima() -> None:
-    """They are told from the largest probabilities, whatever exponents were measured from."""
+def test_a_forward_keeps_largest_scores_that_run_away_and_fall_behind() -> None:
+    """They are the largest of all tiles, whichever tile's maximum exponents are measured from."""
     judge([
         dict(case, keeps=["peak"], drift=drift)
         for drift in (0.0, -0.5, 4.0) for case in Tile((TINY, CAUSAL, UNSEEN_QUERIES, WINDOW, HALVES), 128).cases("watched")

@@ -162,27 +162,6 @@ def test_packed_sequences_by_their_positions(name: str) -> None:
     compare(name, torch.ones(2, 12, dtype=torch.bool), input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
-@pytest.mark.parametrize("positions", [[*range(5), *range(7)], [*range(5), *range(50, 57)]], ids=["anew", "a gap"])
-@pytest.mark.parametrize(
-    ("given", "hides"),
-    [
-        ({"use_cache": False}, True),
-        ({}, False),
-        ({"use_cache": False, "attention_mask": torch.ones(2, 12, dtype=torch.long)}, False),
-    ],
-    ids=["no cache", "a cache", "a mask of ones"],
-)
-def test_positions_hide_what_the_docs_say(positions: list[int], given: dict[str, Any], hides: bool) -> None:
-    """Any step but one begins a sequence where there is no cache and no mask, in eager and here; elsewhere none does."""
-    ids = tokens()
-    others = ids.clone()
-    others[:, :5] = ids[:, :5].flip(1)
-    for model in models("qwen"):
-        with torch.no_grad():
-            one, other = (model(input_ids=x, position_ids=torch.tensor([positions] * 2), **given).logits for x in (ids, others))
-        assert torch.equal(one[:, 5:], other[:, 5:]) == hides
-
-
 def test_packed_sequences_by_cu_seq_lens() -> None:
     ids = tokens()[:1]
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]

@@ -29,14 +29,22 @@ def _registered() -> None:
     ours.register(options=OPTIONS)
 
 
+class Calls(list[tuple[int, ...]]):
+    """Shapes of queries, and what was given by name beside each."""
+
+    named: list[dict[str, Any]]
+
+
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the queries that went through attention_cached, which this CPU takes for a GPU."""
-    seen: list[tuple[int, ...]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What went through attention_cached, for which this CPU is taken for a GPU."""
+    seen = Calls()
+    seen.named = []
     original = transformers_cache.attention_cached
 
     def recorded(q: torch.Tensor, *given: Any, **named: Any) -> Any:
         seen.append(tuple(q.shape))
+        seen.named.append(named)
         return original(q, *given, **named)
 
     monkeypatch.setattr(transformers_cache, "attention_cached", recorded)
@@ -48,7 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
-def test_generation_over_a_cache(calls: list[tuple[int, ...]], name: str, cache: str | None) -> None:
+def test_generation_over_a_cache(calls: Calls, name: str, cache: str | None) -> None:
     """Dynamic and static caches, sliding ones among them, with and without padding on the left."""
     ids = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
     keep = torch.ones(2, 12, dtype=torch.long)
@@ -83,6 +91,48 @@ def test_padding_that_hides_nothing_is_no_mask_of_a_decoding_step() -> None:
         assert ours.make_mask(2, 7, 7, 0, 0, causal, ones).keep is not None
         assert ours.make_mask(2, 1, 7, 6, 0, theirs.bidirectional_mask_function, ones).keep is not None
     assert ours.make_mask(2, 1, 7, 6, 0, causal, ones).keep is not None
+
+
+def test_padding_on_the_left_of_a_decoding_step_says_where_keys_begin() -> None:
+    """Any other padding, an item without a token, keys that no padding names, and a window's cache are told as a mask alone."""
+    from transformers import masking_utils as theirs
+
+    causal = theirs.causal_mask_function
+    left = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
+    holes, right, empty = left.clone(), left.clone(), left.clone()
+    holes[0, 3] = right[1, 6] = empty[2, 6] = 0
+    with torch.no_grad():
+        for offset in (6, torch.tensor(6)):
+            length = 16 if isinstance(offset, torch.Tensor) else 7
+            for padding in (left, left.bool(), torch.cat([left, left[:, :1]], 1)):  # and what comes behind is not asked
+                made = ours.make_mask(3, 1, length, offset, 0, causal, padding)
+                assert made.first.tolist() == [2, 0, 6]
+                assert made.first.dtype == torch.int32
+                assert made.keep.shape == (3, length)
+                assert set(made.from_first(padding.device)) == {"mask", "first_k"}
+            for padding in (holes, right, empty, left[:, :6]):
+                made = ours.make_mask(3, 1, length, offset, 0, causal, padding)
+                assert made.first is None
+                assert made.keep is not None
+                assert not made.from_first(padding.device)
+        assert ours.make_mask(3, 1, 5, 6, 2, causal, left).first is None
+        assert ours.make_mask(3, 7, 7, 0, 0, causal, left).first is None
+    assert ours.make_mask(3, 1, 7, 6, 0, causal, left).first is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompts_of_unlike_lengths_are_decoded_as_by_eager(calls: Calls, side: str) -> None:
+    """By their first key where padding lies on the left; whatever the cache, and of several items at a time."""
+    ids = torch.randint(2, 64, (4, 11), generator=torch.Generator().manual_seed(4))
+    keep = torch.ones_like(ids)
+    for item, padded in enumerate((0, 10, 3, 7)):
+        keep[item, slice(padded) if side == "left" else slice(11 - padded, None)] = 0
+    for cache in (None, "static"):
+        how = dict(attention_mask=keep, max_new_tokens=NEW, do_sample=False, cache_implementation=cache, disable_compile=True)
+        eager, mine = (model.generate(ids.where(keep > 0, 0), **how) for model in models("llama"))
+        assert torch.equal(eager, mine)
+    assert len(calls) == 2 * 2 * (NEW - 1)
+    assert all(("first_k" in named) == (side == "left") for named in calls.named)
 
 
 def test_a_gpu_decodes_from_caches_and_a_cpu_does_not(device: torch.device) -> None:
@@ -120,7 +170,7 @@ def test_continuous_batching(name: str) -> None:
 
 @pytest.mark.skipif(not hasattr(hf, "ContinuousBatchingConfig"), reason="this transformers has another continuous batching")
 @pytest.mark.parametrize("name", ["llama", "qwen"])
-def test_continuous_batching_over_pages(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_continuous_batching_over_pages(calls: Calls, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Batches that decode alone read and write the pages; transformers offers that on GPUs, by what is asked of here."""
     initialization = importlib.import_module(INITIALIZATION)
     assert initialization.is_flash_attention_requested(build(name, "flashtile").config, version=[2, 3])

@@ -4,24 +4,23 @@ A block has 64 rows, queries packed with the heads that share keys, and goes thr
 kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
 n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
 then multiplied, too: keys are waited for, values are converted while keys are multiplied. Where T.apart who loads converts.
+Where T.turned, for few queries, keys and values are the rows of products (`turned.py`).
 """
 
 from typing import NamedTuple
 
 from flashtile.kernels.device.decoding import joined
 from flashtile.kernels.device.exponential import LOG2E
-from flashtile.kernels.device.grid import Sizes
-from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import Rows as Sums
-from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
+from flashtile.kernels.sm90.cached import turned
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
 from flashtile.kernels.sm90.cached.producer import STRIP, load
-from flashtile.kernels.sm90.device.blank import blank_rows
+from flashtile.kernels.sm90.cached.seat import DROP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.tiles import blank, tile_of
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
-from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.kernels.sm90.device.scores import lane_sums, level
 from flashtile.kernels.sm90.forward.mma import add_columns, multiply_parts
 from flashtile.triton_glue.gluon import (
@@ -35,19 +34,19 @@ from flashtile.triton_glue.gluon import (
     warpgroup_mma_wait,
 )
 
-LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
-DROP = gl.constexpr(2.0**-15)  # takes it back
 VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while keys are multiplied: registers
 
 
 @aggregate
 class CachedMemory:
-    """Shared memory of a block: queries, [parts, 64, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1, rows
-    of a box, 64], with the channels that fill them. Of 8 bits a box has all columns, and wide_k and wide_v, [places x parts,
-    keys, 64], hold the tiles that are multiplied: rings with channels of their own where T.apart. Else all are the same.
+    """Shared memory of a block: queries, [parts, rows, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1,
+    rows of a box, 64], with the channels that fill them. Of 8 bits a box has all columns, and wide_k and wide_v, [places x
+    parts, keys, 64], hold the tiles that are multiplied: rings with channels of their own where T.apart. Else all are the same.
+    p, [2, rows, keys], has probabilities by turns where T.turned; else these stay in registers, and it is the queries'.
     """
 
     q: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     wide_k: gl.shared_memory_descriptor
@@ -58,26 +57,9 @@ class CachedMemory:
     loaded_v: Channel
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v):
-        self.q, self.k, self.v, self.wide_k, self.wide_v, self.keys, self.values = q, k, v, wide_k, wide_v, keys, values
-        self.loaded_k, self.loaded_v = loaded_k, loaded_v
-
-
-class CachedSeat(NamedTuple):
-    """What a block computes: whose queries, from which on, and which keys of how many."""
-
-    item: gl.tensor
-    token: gl.tensor  # the first query
-    head: gl.tensor  # of keys
-    chunk: gl.tensor  # which of the tiles that a group of heads takes
-    queries: gl.tensor  # of the item
-    keys: gl.tensor  # of the item
-    first: gl.tensor  # keys from first to end are this block's, a multiple of T.block_k
-    end: gl.tensor
-    whole_from: gl.tensor  # tiles from here to whole_to are seen whole
-    whole_to: gl.tensor
-    seen_from: gl.tensor  # the first key that some query sees
-    seen_to: gl.tensor
+    def __init__(self, q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v):
+        self.q, self.p, self.k, self.v, self.wide_k, self.wide_v = q, p, k, v, wide_k, wide_v
+        self.keys, self.values, self.loaded_k, self.loaded_v = keys, values, loaded_k, loaded_v
 
 
 class CachedRows(NamedTuple):
@@ -90,28 +72,6 @@ class CachedRows(NamedTuple):
 
 
 @gluon.jit
-def seat_of(number, used_ptr, sizes, T: gl.constexpr):
-    """The CachedSeat of a block; sizes = (seqlen_q, heads_kv, capacity, shares of an item's keys, left, right)."""
-    TOKENS: gl.constexpr = T.rows // T.heads
-    SPAN: gl.constexpr = T.split * T.parts
-    heads = sizes[1] * T.chunks
-    head, rest = number % heads, number // heads
-    share, tile = rest % sizes[3], rest // sizes[3]
-    tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    item, token = tile // tiles, tile % tiles * TOKENS
-    keys = gl.maximum(gl.minimum(gl.load(used_ptr + item), sizes[2]), 0)
-    lo, full_lo, full_hi, hi, ends = tiles_seen(
-        token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
-    )
-    first, end = lo, hi
-    if T.split > 0:
-        first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
-    return CachedSeat(
-        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, first, end, full_lo, full_hi, ends[0], ends[1]
-    )
-
-
-@gluon.jit
 def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.constexpr):
     """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
@@ -121,25 +81,25 @@ def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.con
     if T.v_scale:
         v_scale = scale_of(scales[1], seat)
     if T.lowers:
-        scale = load_lowered(q_ptr, strides[0], mem, seat, sizes, T)[:, None] * scale
+        scale = scale * load_lowered(q_ptr, strides[0], mem, seat, sizes, T)
     else:
         load_queries(q_ptr, strides[0], mem, seat, sizes, T)
     if SPLIT == 0:
-        rows = nothing(T)
+        rows = before(T)
         if seat.first < seat.end:
-            rows, _ = walk(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
-        write(summed(rows, v_scale, T), out_ptrs, strides, seat, sizes, T)
+            rows, _ = gone_through(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
+        write(sums_of(rows, v_scale, T), out_ptrs, strides, seat, sizes, T)
     else:
         use = gl.to_tensor(0)
-        some = summed(nothing(T), v_scale, T)
+        some = sums_of(before(T), v_scale, T)
         for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
             low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
             if low < high:
-                rows, use = walk(use, mem, seat, low, high, sizes, scale, T)
+                rows, use = gone_through(use, mem, seat, low, high, sizes, scale, T)
                 if T.folds:
-                    some = joined(some, summed(rows, v_scale, T), T)
+                    some = joined(some, sums_of(rows, v_scale, T), T)
                 else:
-                    store_part(summed(rows, v_scale, T), out_ptrs, part, seat, sizes, T)
+                    store_part(sums_of(rows, v_scale, T), out_ptrs, part, seat, sizes, T)
         if T.direct:
             write(some, out_ptrs, strides, seat, sizes, T)
         elif T.folds:
@@ -148,10 +108,24 @@ def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.con
 
 
 @gluon.jit
-def scale_of(given, seat):
-    """What all stored numbers of the item's head are to be multiplied by."""
-    ptr, strides = given
-    return gl.load(ptr + seat.item.to(gl.int64) * strides[0] + seat.head.to(gl.int64) * strides[1])
+def before(T: gl.constexpr):
+    """The state before the first key."""
+    return turned.nothing(T) if T.turned else nothing(T)
+
+
+@gluon.jit
+def gone_through(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
+    """(state, key tiles used) of the keys from low to high, of which there are some."""
+    if T.turned:
+        return turned.walk(use, mem, seat, low, high, sizes, scale, T)
+    else:
+        return walk(use, mem, seat, low, high, sizes, scale, T)
+
+
+@gluon.jit
+def sums_of(rows, v_scale, T: gl.constexpr):
+    """The state with a number for each row, laid out as the accumulator's rows are; values times their scale."""
+    return turned.summed(rows, v_scale, T) if T.turned else summed(rows, v_scale, T)
 
 
 @gluon.jit
@@ -167,30 +141,17 @@ def summed(rows, v_scale, T: gl.constexpr):
 
 
 @gluon.jit
-def places(seat, sizes, L: gl.constexpr, T: gl.constexpr):
-    """(query, head, whether it exists) of the 64 rows."""
-    HEADS: gl.constexpr = T.heads
-    ROWS: gl.constexpr = T.rows
-    packed = gl.arange(0, ROWS, L)
-    row, member = seat.token + packed // HEADS, seat.chunk * HEADS + packed % HEADS
-    group = sizes[6]
-    return row, seat.head * group + gl.minimum(member, group - 1), (row < seat.queries) & (member < group)
-
-
-@gluon.jit
 def load_queries(ptr, strides, mem, seat, sizes, T: gl.constexpr):
     """Bring the queries to shared memory, zeros where there are none."""
-    ROWS: gl.constexpr = T.rows
     PARTS: gl.constexpr = T.parts_k
     for part in gl.static_range(PARTS):
-        mem.q.index(part).reshape([ROWS, STRIP]).store(queries_of(ptr, strides, part, seat, sizes, T))
+        put_queries(mem, part, queries_of(ptr, strides, part, seat, sizes, T), T)
     fence_async_shared()
 
 
 @gluon.jit
 def load_lowered(ptr, strides, mem, seat, sizes, T: gl.constexpr):
-    """The same in fp16 (`device/stored.py`: `lowered`); what each row's products are to be multiplied by."""
-    ROWS: gl.constexpr = T.rows
+    """The same in fp16 (`device/stored.py`: `lowered`); what each row's products are to be multiplied by, as scores lie."""
     PARTS: gl.constexpr = T.parts_k
     BLOCK_K: gl.constexpr = T.block_k
     some = ()
@@ -201,21 +162,22 @@ def load_lowered(ptr, strides, mem, seat, sizes, T: gl.constexpr):
         top = gl.maximum(top, gl.max(gl.abs(some[1]), 1))
     for part in gl.static_range(PARTS):
         q, _ = lowered(some[part], top)
-        mem.q.index(part).reshape([ROWS, STRIP]).store(q)
+        put_queries(mem, part, q, T)
     fence_async_shared()
     _, factor = lowered(some[0], top)
-    return gl.convert_layout(factor, row_layout(BLOCK_K))
+    if T.turned:
+        return gl.convert_layout(factor, column_layout(T.rows))[None, :]
+    else:
+        return gl.convert_layout(factor, row_layout(BLOCK_K))[:, None]
 
 
 @gluon.jit
-def queries_of(ptr, strides, part, seat, sizes, T: gl.constexpr):
-    """64 columns of the queries."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
-    row, head, exists = places(seat, sizes, gl.SliceLayout(1, LAYOUT), T)
-    at = seat.item.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
-    column = part * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, LAYOUT))
-    inside = exists[:, None] & (column < T.head_dim)[None, :]
-    return gl.load(ptr + (at[:, None] + column.to(gl.int64)[None, :] * strides[3]), mask=inside, other=0.0)
+def put_queries(mem, part, q, T: gl.constexpr):
+    """64 columns of the queries in shared memory, in the order in which products go through them."""
+    ROWS: gl.constexpr = T.rows
+    if T.turned and T.converts:
+        q = turned.shuffled(q)
+    mem.q.index(part).reshape([ROWS, STRIP]).store(q)
 
 
 @gluon.jit
@@ -293,24 +255,6 @@ def let_go(channel, use, T: gl.constexpr):
 
 
 @gluon.jit
-def lifted(level, T: gl.constexpr):
-    """What is subtracted in the exponent: where T.lowers probabilities are 2^LIFT_LOG2 times as large."""
-    if T.lowers:
-        return level - LIFT_LOG2
-    else:
-        return level
-
-
-@gluon.jit
-def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
-    """A ring's tile, of all boxes and columns."""
-    COUNT: gl.constexpr = T.places * PARTS
-    BLOCK_K: gl.constexpr = T.block_k
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], tiles.dtype)
-    return first_parts(recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED), place, BLOCK_K, STRIP, PARTS)
-
-
-@gluon.jit
 def multiply_keys(mem, use, T: gl.constexpr):
     """Queries times a key tile, under way."""
     ROWS: gl.constexpr = T.rows
@@ -349,110 +293,45 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
     return score
 
 
-@gluon.jit
-def hidden(score, start, seat, sizes, T: gl.constexpr):
-    """Scores of the key tile at `start`, -inf where a row does not see a key."""
-    BLOCK_K: gl.constexpr = T.block_k
-    row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
-    key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
-    return gl.where(keep, score, float("-inf"))
-
-
-@gluon.jit
-def blank(mem, use, first, end, T: gl.constexpr):
-    """Zero the rows of a value tile outside of first <= row < end."""
-    PARTS: gl.constexpr = T.parts_v
-    BOXES: gl.constexpr = T.boxes
-    BOX: gl.constexpr = T.box
-    mem.values.wait(use)
-    for part in gl.static_range(PARTS):
-        for box in gl.static_range(BOXES):
-            place = (mem.values.at(use) * PARTS + part) * BOXES + box
-            blank_rows(mem.v.index(place).reshape([BOX, STRIP]), first - box * BOX, end - box * BOX)
-    fence_async_shared()
-
-
-@gluon.jit
-def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
-    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them; acc's columns are those of values
-    from FIRST on.
-    """
-    COLUMNS: gl.constexpr = rows.acc.shape[1]
-    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
-    place = part_place(part, row, head, seat, sizes)
-    if FIRST == 0:
-        gl.store(part_ptrs[1] + place, rows.top, mask=exists)
-        gl.store(part_ptrs[2] + place, rows.total, mask=exists)
-    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
-    at = place[:, None] * T.head_dim_v + value[None, :]
-    gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
-
-
-@gluon.jit
-def part_place(part, row, head, seat, sizes):
-    """Where a part's rows are among (parts, tokens, heads)."""
-    token = seat.item.to(gl.int64) * sizes[0] + row
-    tokens = sizes[7].to(gl.int64) * sizes[0]
-    return (gl.to_tensor(part).to(gl.int64) * tokens + token) * (sizes[1] * sizes[6]) + head
-
-
-@gluon.jit
-def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
-    """out and lse of finished rows, by the operations of `device/decoding.py`; acc's columns are those of values from FIRST on.
-
-    out_ptrs = (out, lse, sink or None).
-    """
-    COLUMNS: gl.constexpr = rows.acc.shape[1]
-    row, head, exists = places(seat, sizes, row_layout(COLUMNS), T)
-    rows = scored(rows, T)
-    if T.modifiers.sink:
-        rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
-    out, lse = finish(rows, T)
-    if FIRST == 0:
-        at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
-        gl.store(out_ptrs[1] + at, lse, mask=exists)
-    value = FIRST + gl.arange(0, COLUMNS, column_layout(COLUMNS))
-    at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
-    at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
-    gl.store(out_ptrs[0] + at, out.to(out_ptrs[0].dtype.element_ty), mask=exists[:, None] & (value < T.head_dim_v)[None, :])
-
-
 UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", "group", "batch"]
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left,
+def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
                   right, rest, T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
     T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
     total) of parts, as `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer
-    or None, its strides); rest = (group, batch, scale).
+    or None, its strides); lengths as `seat_of` has them; rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
     KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype  # pyright: ignore[reportAssignmentType]
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], KIND)
     q = gl.allocate_shared_memory(KIND, [T.parts_k, ROWS, STRIP], QUERIES)
+    p = q
+    if T.turned:
+        WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, T.block_k], KIND)
+        p = gl.allocate_shared_memory(KIND, [2, ROWS, T.block_k], WEIGHTS)
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     k = gl.allocate_shared_memory(k_desc.dtype, [BOXES * T.copied_k, 1, 1, T.box, T.copied_columns_k], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [BOXES * T.copied_v, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
     loaded_k, loaded_v = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
     wide_k, wide_v, keys, values = k, v, loaded_k, loaded_v
-    if T.converts:
+    if T.converts and not T.turned:
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_k, STRIP], KIND)
         wide_k = gl.allocate_shared_memory(KIND, [T.places * T.parts_k, T.block_k, STRIP], WIDE)
         wide_v = gl.allocate_shared_memory(KIND, [T.places * T.parts_v, T.block_k, STRIP], WIDE)
         if T.apart:
             keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
-    mem = CachedMemory(q, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
+    mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
     fence_async_shared()
     await_stream(False)
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     if T.apart:
         gl.warp_specialize([
             (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.kernel import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
+from flashtile.kernels.sm90.cached.seat import hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
@@ -354,7 +354,7 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_latent(q_desc, k_desc, out_ptrs, strides, table, used_ptr, seqlen_q, heads_kv, capacity, shares, left, right, rest,
+def decode_latent(q_desc, k_desc, out_ptrs, strides, table, lengths, seqlen_q, heads_kv, capacity, shares, left, right, rest,
                   T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them; strides of out, sink.
 
@@ -387,7 +387,7 @@ def decode_latent(q_desc, k_desc, out_ptrs, strides, table, used_ptr, seqlen_q, 
     if T.split > 0 and not T.direct:
         let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    seat = seat_of(gl.program_id(0), used_ptr, sizes, T)
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     gl.warp_specialize([
         (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
         (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),

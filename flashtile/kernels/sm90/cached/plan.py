@@ -21,8 +21,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
 
     p, pages, split = problem.attention, problem.pages, problem.split
     launch = choose.choose_cached(problem) if launch is None else launch
-    heads = min(1 << (p.group - 1).bit_length(), GROUP_ROWS)
-    tiles = p.batch * -(-p.seqlen_q // (GROUP_ROWS // heads))
+    heads = choose.heads_of(problem)
+    tiles = p.batch * -(-p.seqlen_q // (launch.rows_of(heads * p.seqlen_q) // heads))
     chunks = -(-p.group // heads)
     least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
     parts = parts_of(problem, tiles * p.heads_kv * chunks, device, least)
@@ -39,15 +39,16 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     )
     keys = Descriptor("k", (1, 1, tile.box, tile.copied_columns_k))
     strides = Strides("q"), Strides("out"), Strides("sink") if sink else (0,)
+    lengths = (Pointer("seqused_k"), Pointer("first_k") if pages.first else None)
     sizes = (
-        table, Pointer("seqused_k"), p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
+        table, lengths, p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
         (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
     )  # fmt: skip
-    if problem.shared:
+    if problem.shared and not launch.turned:
         queries = Descriptor("q", (1, GROUP_ROWS // heads, heads, choose.STRIP), axes=(0, 1, 2, 3))
         kernel, args = decode_latent, (queries, keys, outputs, strides, *sizes)
     else:
-        values = Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        values = keys if problem.shared else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (tiles * shares * p.heads_kv * chunks, 1, 1), args, (("T", tile),), 4, contracts=False,

@@ -24,7 +24,7 @@ def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T
 @gluon.jit
 def fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T: gl.constexpr):
     """The same, of these boxes."""
-    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T)
+    fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T, T.first_copied_k)
     fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
 
 
@@ -46,7 +46,7 @@ def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
             page = gl.minimum(gl.maximum(gl.load(table_ptr + at), 0), count - 1)
             row = key % PAGE
         else:
-            page, row = seat.item, key
+            page, row = seat.item, seat.row + key
         pages, rows = pages + (page,), rows + (row,)  # noqa: RUF005
     return pages, rows
 

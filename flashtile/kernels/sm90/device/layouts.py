@@ -81,3 +81,38 @@ def word_layout(columns: int) -> Any:
         block_bases=[],
         shape=[32, columns // 4, 2],
     )
+
+
+@gluon.constexpr_function
+def key_bytes_layout(keys: int, columns: int) -> Any:
+    """Bytes of a left operand, keys x columns: a thread has four neighbours of a row, where `operand_layout` has it have two
+    neighbours and the two that are eight further.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 1], [0, 2], [8, 0], *([0, 1 << i] for i in range(4, columns.bit_length() - 1)),
+            *([1 << i, 0] for i in range(6, keys.bit_length() - 1)),
+        ],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[keys, columns],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def value_bytes_layout(keys: int, columns: int) -> Any:
+    """Bytes of a left operand that is turned, keys x columns (64 or 128): a thread has neighbours of a row, two or four, which
+    are its rows of the operand.
+    """
+    own = columns // 32
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            *([0, 1 << i] for i in range(own.bit_length() - 1)), [1, 0], [8, 0],
+            *([1 << i, 0] for i in range(4, keys.bit_length() - 1)),
+        ],
+        lane_bases=[[2, 0], [4, 0], [0, own], [0, 2 * own], [0, 4 * own]],
+        warp_bases=[[0, 8 * own], [0, 16 * own]],
+        block_bases=[],
+        shape=[keys, columns],
+    )  # fmt: skip

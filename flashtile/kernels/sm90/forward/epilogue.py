@@ -95,10 +95,7 @@ def keep_statistics(rows, level, total, sink, targets, at, whole, size, index, T
     counts, here = index < size.seqlen_q, index < at.item.span_q
     at_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q + at.item.first_q + index
     if targets[4][0] is not None:
-        peak = level
-        if T.finds_largest:  # of a row that saw nothing 0, whose log is minus infinity
-            peak = level + gl.log2(gl.convert_layout(gl.max(rows.most, 1), row_layout(T.block_k)))
-        gl.store(targets[4][0] + at_rows, gl.where(counts, peak * LN2, float("-inf")), mask=here)
+        gl.store(targets[4][0] + at_rows, gl.where(counts, level * LN2, float("-inf")), mask=here)
     if T.finds_entropy:
         depth = gl.convert_layout(gl.sum(rows.depth, 1), row_layout(T.block_k))
         if T.modifiers.sink:

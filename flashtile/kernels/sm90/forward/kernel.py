@@ -78,7 +78,6 @@ from flashtile.triton_glue.gluon import (
     gl,
     gluon,
     role_barrier,
-    row_largest,
     row_products,
     settled,
     store_wait,
@@ -129,7 +128,6 @@ class ForwardRows(NamedTuple):
     ahead: gl.tensor  # of that, where T.softmax.draws_ahead: `words_of` it
     decay: gl.tensor  # where T.stored.fp8: what the accumulators are to be multiplied by, when the weights' values are added
     depth: gl.tensor  # where T.finds_entropy: as `total`, of p times its exponent
-    most: gl.tensor  # where T.finds_largest: likewise the largest probability
 
 
 @gluon.jit
@@ -267,7 +265,7 @@ def conclude(rows, job, mem, use, tile, size, whole, turn, region, HALF: gl.cons
         mem.values.wait(use)
     if not T.stored.fp8:
         acc = settle(acc, mem.values, use, T.pieces)
-    return ForwardRows(acc, (), rows.top, rows.total, (), (), (), rows.depth, rows.most), job
+    return ForwardRows(acc, (), rows.top, rows.total, (), (), (), rows.depth), job
 
 
 @gluon.jit
@@ -354,7 +352,6 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
     depth = ()
     if T.finds_entropy:
         depth = depth_sums(p, below, T.mask.masked, T)
-    most = largest_of(p, T) if T.finds_largest else ()
     drawn, ahead = (), ()
     if T.modifiers.dropout:
         drawn = draw_tile(tile, at, size, given[0], T)
@@ -373,7 +370,7 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         top = lanes_of(top * factor, T)
     elif T.stored.fp8:
         decay = gl.full([T.rows], 1.0, gl.float32, row_layout(T.block_k))
-    return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth, most)
+    return ForwardRows(empty(T.rows, T.columns_v, T.parts_v), weights, top, total, fetched, ahead, decay, depth)
 
 
 @gluon.jit
@@ -417,7 +414,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     decay = ()
     score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
-    depth, most = (), ()
+    depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
         top = rows.top
         if not MASKED:
@@ -439,8 +436,6 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         p, top, sums = measured(p, base, lane_sums(p, T), T)
         decay = gl.exp2(rows.top - level(top, MASKED, T))
         total = rows.total * decay + sums
-        if T.finds_largest:
-            most = gl.maximum(rows.most * decay, largest_of(p, T))
         if T.finds_entropy:
             rise, jump = level(rows.top, MASKED, T) - level(top, MASKED, T), level(base, MASKED, T) - level(top, MASKED, T)
             depth = (rows.depth + rows.total * rise) * decay + (depth * gl.exp2(jump) + sums * jump)
@@ -484,7 +479,7 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
     if MASKED and T.mask.asks:
         blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
-    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth, most)
+    return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 
 @gluon.jit
@@ -494,13 +489,6 @@ def depth_sums(p, below, MASKED: gl.constexpr, T: gl.constexpr):
     if MASKED or T.may_start_empty:
         below = gl.maximum(below, -1024.0)  # of which 2 to the power is 0, as to that of minus infinity
     return first_of_lanes(row_products(p, below, KEYS), T)
-
-
-@gluon.jit
-def largest_of(p, T: gl.constexpr):
-    """As `lane_sums`, the largest."""
-    KEYS: gl.constexpr = p.shape[1]
-    return first_of_lanes(row_largest(p, KEYS), T)
 
 
 @gluon.jit

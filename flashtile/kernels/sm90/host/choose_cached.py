@@ -15,6 +15,9 @@ STRIP = 64  # columns of a box of the copy engine: 128 bytes of 16-bit numbers
 SWIZZLED_ROWS = 8  # after which a swizzle begins anew: no box has fewer
 MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
+# Rows of queries that products whose rows are keys may have. An H200: of 32, 1 x 8192 takes 21.3 us, 20.4 the other way, and
+# over latents 512 numbers of each, and a sum of parts, would not be in a warpgroup's registers.
+TURNED_ROWS = (8, 16)
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
@@ -29,16 +32,21 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
-    8-bit tiles that who loads has converted, 0 where who multiplies converts them.
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; whether keys are the rows of the products.
     """
 
     block_k: int = 64
     stages: int = 3
     registers: int | None = 128
     places: int = 0
+    turned: bool = False
+
+    def rows_of(self, rows: int) -> int:
+        """Rows of the queries' tile, of so many that there are."""
+        return next(tile for tile in TURNED_ROWS if rows <= tile) if self.turned else GROUP_ROWS
 
     def spell(self) -> str:
-        words = [f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
+        words = [f"{self.block_k} keys turned" if self.turned else f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
@@ -80,15 +88,14 @@ class CachedTile(Narrow):
     v_scale: bool = False
     lowers: bool = False  # queries are bf16, and multiplied in fp16
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
+    rows: int = GROUP_ROWS  # of queries and heads
+    turned: bool = False  # keys are the rows of products
+    latent: bool = False  # values are the first columns of the keys, which have one strip more
 
     @property
     def may_start_empty(self) -> bool:
         """Never so here: what is shared with the forward asks."""
         return False
-
-    @property
-    def rows(self) -> int:
-        return GROUP_ROWS
 
     @property
     def boxes(self) -> int:
@@ -111,7 +118,7 @@ class CachedTile(Narrow):
     @property
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
-        return self.pipeline.places or (1 if self.converts else self.pipeline.stages)
+        return self.pipeline.places or (1 if self.converts and not self.turned else self.pipeline.stages)
 
     @property
     def copied_columns_k(self) -> int:
@@ -125,7 +132,12 @@ class CachedTile(Narrow):
     @property
     def copied_k(self) -> int:
         """Strips that the copy engine brings: bytes of all columns are one."""
-        return 1 if self.stored else self.parts_k
+        return 1 if self.stored or self.latent else self.parts_k
+
+    @property
+    def first_copied_k(self) -> int:
+        """The first of them."""
+        return self.parts_v if self.latent else 0
 
     @property
     def copied_v(self) -> int:
@@ -133,13 +145,32 @@ class CachedTile(Narrow):
 
 
 def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
-    """Tiles, the best known first: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
+    """Tiles, the best known first."""
+    p = problem.attention
+    narrow = max(p.head_dim, p.head_dim_v) <= STRIP
+    return (*(turned_tiles(problem, narrow) if may_turn(problem) else ()), *other_tiles(problem, narrow))
+
+
+def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
+    """Those whose rows are keys: 64 KiB of keys and values under way, so that three blocks share a multiprocessor. Of narrow
+    ones of 16 bits 48 are all that was measured.
+    """
+    if problem.shared:
+        return (CachedLaunch(64, 2, None, turned=True),)
+    if problem.stored is None:
+        tiles = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
+        return tiles[::-1] if narrow else tiles
+    more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
+    return CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True)
+
+
+def other_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
+    """Those of 64 rows of queries: 96 KiB of keys and values under way, so that two blocks share a multiprocessor. Of 8 bits
     32 KiB, beside 64 of what they become, or where who multiplies converts 64 beside 32; those of narrow ones are guesses.
     """
-    p, pages = problem.attention, problem.pages
+    pages = problem.pages
     if problem.shared:  # queries of 72 KiB and two tiles of as many are all that shared memory holds
         return (CachedLaunch(64, 2, None),)
-    narrow = max(p.head_dim, p.head_dim_v) <= STRIP
     if problem.stored is not None:
         apart, together = CachedLaunch(64, 2, places=2), CachedLaunch(64, 4)
         if narrow:
@@ -155,22 +186,34 @@ def choose_cached(problem: CachedProblem) -> CachedLaunch:
     return candidates(problem)[0]
 
 
+def heads_of(problem: CachedProblem) -> int:
+    """Heads that a tile packs."""
+    return min(1 << (problem.attention.group - 1).bit_length(), GROUP_ROWS)
+
+
+def may_turn(problem: CachedProblem) -> bool:
+    """Whether queries are few enough for products whose rows are keys."""
+    return heads_of(problem) * problem.attention.seqlen_q <= TURNED_ROWS[-1]
+
+
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
     p, pages = problem.attention, problem.pages
     direct = bool(problem.split) and parts >= problem.splits
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
-    if problem.shared:  # accumulators leave no registers for the sum of another part
+    if problem.shared and not launch.turned:  # accumulators leave no registers for the sum of another part
         direct = folds = problem.splits == 1
+    rows = launch.rows_of(heads * p.seqlen_q)
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
     pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
-    if problem.shared:
+    if problem.shared and not launch.turned:
         pipeline = CachedPipeline(launch.stages, 0, 24)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
+        turned=launch.turned, latent=problem.shared,
     )  # fmt: skip
 
 
@@ -195,8 +238,8 @@ def refusals(problem: CachedProblem) -> list[str]:
         reasons.append("queries lie one after another (cu_seqlens_q); supported is one number of queries for all items")
     if p.where or p.score:
         reasons.append("there are predicates or score modifiers; supported are bands, windows and sinks")
-    if pages.first:
-        reasons.append("keys begin at first_k; supported are keys from row 0 on")
+    if pages.first and pages.table:
+        reasons.append("keys begin at first_k in a table of pages; supported are keys from row 0 on, or a contiguous cache")
     size = pages.page_size
     if pages.table and (size < SWIZZLED_ROWS or size & (size - 1)):
         reasons.append(

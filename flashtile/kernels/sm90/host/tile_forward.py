@@ -203,11 +203,6 @@ class ForwardTile(Narrow):
         return "entropy" in self.statistics
 
     @property
-    def finds_largest(self) -> bool:
-        """Whether a row's largest score is told from its largest probability: exponents are not measured from that score."""
-        return "peak" in self.statistics and self.softmax.watches
-
-    @property
     def block_q(self) -> int:
         return self.groups * GROUP_ROWS
 
@@ -337,12 +332,11 @@ def make_forward_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Fo
 def make_watched_tile(problem: AttentionProblem, launch: ForwardLaunch, form: Form, statistics: str) -> ForwardTile:
     """That of a forward that keeps statistics of rows: it looks for every maximum, whatever would do without.
 
-    But of 128 columns entropies alone need none, nor do largest scores, which largest probabilities tell. An H200, 1 x 16384,
-    16 heads of 128, full and causal, entropies: 1.12 and 1.08 of the forward, 1.18 and 1.15 with maxima; of 64 columns 1.20 of
-    1.21 (docs/lab/tuning.md, 45), largest scores 1.08 of 1.07 (50).
+    But entropies of 128 columns alone need none. An H200, 1 x 16384, 16 heads of 128, full and causal: 1.12 and 1.08 of the
+    forward, 1.18 and 1.15 with maxima; of 64 columns 1.20 of 1.21 (docs/lab/tuning.md, 45).
     """
     made = replace(make_forward_tile(problem, launch, form), statistics=statistics)
-    if made.softmax.watches and made.columns * made.parts == 128 and statistics in ("peak", "entropy"):
+    if made.softmax.watches and made.columns * made.parts == 128 and statistics == "entropy":
         return made
     softmax = replace(made.softmax, bounded=False, deep=True, watches=False, votes=False, draws_ahead=False, mixes=0)
     pipeline = replace(made.pipeline, singly=made.columns == 32)

@@ -1,0 +1,153 @@
+"""What a block over a cache computes, and where its results go: common to Hopper's kernels over caches."""
+
+from typing import NamedTuple
+
+from flashtile.kernels.device.grid import Sizes
+from flashtile.kernels.device.mask import tiles_seen, visible
+from flashtile.kernels.device.softmax import add_sink, finish, scored
+from flashtile.kernels.sm90.cached.producer import STRIP
+from flashtile.kernels.sm90.device.layouts import column_layout, row_layout
+from flashtile.triton_glue.gluon import gl, gluon
+
+LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
+DROP = gl.constexpr(2.0**-15)  # takes it back
+
+
+class CachedSeat(NamedTuple):
+    """What a block computes: whose queries, from which on, and which keys of how many."""
+
+    item: gl.tensor
+    token: gl.tensor  # the first query
+    head: gl.tensor  # of keys
+    chunk: gl.tensor  # which of the tiles that a group of heads takes
+    queries: gl.tensor  # of the item
+    keys: gl.tensor  # of the item
+    row: gl.tensor  # of a contiguous cache, where the first key is
+    first: gl.tensor  # keys from first to end are this block's, a multiple of T.block_k
+    end: gl.tensor
+    whole_from: gl.tensor  # tiles from here to whole_to are seen whole
+    whole_to: gl.tensor
+    seen_from: gl.tensor  # the first key that some query sees
+    seen_to: gl.tensor
+
+
+@gluon.jit
+def seat_of(number, lengths, sizes, T: gl.constexpr):
+    """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items; sizes = (seqlen_q,
+    heads_kv, capacity, shares of an item's keys, left, right).
+    """
+    TOKENS: gl.constexpr = T.rows // T.heads
+    SPAN: gl.constexpr = T.split * T.parts
+    heads = sizes[1] * T.chunks
+    head, rest = number % heads, number // heads
+    share, tile = rest % sizes[3], rest // sizes[3]
+    tiles = (sizes[0] + TOKENS - 1) // TOKENS
+    item, token = tile // tiles, tile % tiles * TOKENS
+    row = gl.to_tensor(0)
+    if lengths[1] is not None:
+        row = gl.maximum(gl.load(lengths[1] + item), 0)
+    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item), sizes[2]) - row, 0)
+    lo, full_lo, full_hi, hi, ends = tiles_seen(
+        token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
+    )
+    first, end = lo, hi
+    if T.split > 0:
+        first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
+    return CachedSeat(
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]
+    )
+
+
+@gluon.jit
+def places(seat, sizes, L: gl.constexpr, T: gl.constexpr):
+    """(query, head, whether it exists) of the T.rows rows."""
+    HEADS: gl.constexpr = T.heads
+    ROWS: gl.constexpr = T.rows
+    packed = gl.arange(0, ROWS, L)
+    row, member = seat.token + packed // HEADS, seat.chunk * HEADS + packed % HEADS
+    group = sizes[6]
+    return row, seat.head * group + gl.minimum(member, group - 1), (row < seat.queries) & (member < group)
+
+
+@gluon.jit
+def queries_of(ptr, strides, part, seat, sizes, T: gl.constexpr):
+    """64 columns of the queries."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
+    row, head, exists = places(seat, sizes, gl.SliceLayout(1, LAYOUT), T)
+    at = seat.item.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+    column = part * STRIP + gl.arange(0, STRIP, gl.SliceLayout(0, LAYOUT))
+    inside = exists[:, None] & (column < T.head_dim)[None, :]
+    return gl.load(ptr + (at[:, None] + column.to(gl.int64)[None, :] * strides[3]), mask=inside, other=0.0)
+
+
+@gluon.jit
+def scale_of(given, seat):
+    """What all stored numbers of the item's head are to be multiplied by."""
+    ptr, strides = given
+    return gl.load(ptr + seat.item.to(gl.int64) * strides[0] + seat.head.to(gl.int64) * strides[1])
+
+
+@gluon.jit
+def lifted(level, T: gl.constexpr):
+    """What is subtracted in the exponent: where T.lowers probabilities are 2^LIFT_LOG2 times as large."""
+    if T.lowers:
+        return level - LIFT_LOG2
+    else:
+        return level
+
+
+@gluon.jit
+def hidden(score, start, seat, sizes, T: gl.constexpr):
+    """Scores of the key tile at `start`, -inf where a row does not see a key."""
+    BLOCK_K: gl.constexpr = T.block_k
+    row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
+    key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
+    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
+    return gl.where(keep, score, float("-inf"))
+
+
+@gluon.jit
+def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """(acc, top, total) of one part, for rows that exist, as `device/decoding.py` reads them; acc's columns are those of values
+    from FIRST on.
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
+    L: gl.constexpr = rows.acc.type.layout
+    row, head, exists = places(seat, sizes, gl.SliceLayout(1, L), T)
+    place = part_place(part, row, head, seat, sizes)
+    if FIRST == 0:
+        gl.store(part_ptrs[1] + place, rows.top, mask=exists)
+        gl.store(part_ptrs[2] + place, rows.total, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    at = place[:, None] * T.head_dim_v + value[None, :]
+    gl.store(part_ptrs[0] + at, rows.acc, mask=exists[:, None] & (value < T.head_dim_v)[None, :])
+
+
+@gluon.jit
+def part_place(part, row, head, seat, sizes):
+    """Where a part's rows are among (parts, tokens, heads)."""
+    token = seat.item.to(gl.int64) * sizes[0] + row
+    tokens = sizes[7].to(gl.int64) * sizes[0]
+    return (gl.to_tensor(part).to(gl.int64) * tokens + token) * (sizes[1] * sizes[6]) + head
+
+
+@gluon.jit
+def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr, FIRST: gl.constexpr = 0):
+    """out and lse of finished rows, by the operations of `device/decoding.py`; acc's columns are those of values from FIRST on.
+
+    out_ptrs = (out, lse, sink or None).
+    """
+    COLUMNS: gl.constexpr = rows.acc.shape[1]
+    L: gl.constexpr = rows.acc.type.layout
+    row, head, exists = places(seat, sizes, gl.SliceLayout(1, L), T)
+    rows = scored(rows, T)
+    if T.modifiers.sink:
+        rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
+    out, lse = finish(rows, T)
+    if FIRST == 0:
+        at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
+        gl.store(out_ptrs[1] + at, lse, mask=exists)
+    value = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]
+    at = at[:, None] + value.to(gl.int64)[None, :] * strides[1][3]
+    gl.store(out_ptrs[0] + at, out.to(out_ptrs[0].dtype.element_ty), mask=exists[:, None] & (value < T.head_dim_v)[None, :])
