@@ -101,7 +101,7 @@ def test_a_cuda_graph_that_appends_reads_new_lengths_and_tables(device: torch.de
         options = Options(backend=backend)
         with torch.no_grad():
             return flashtile.attention_cached(
-                q, *pools.unbind(), table, seqused_k=used, append=(k, v), causal=True, options=options
+                q, pools[0], pools[1], table, seqused_k=used, append=(k, v), causal=True, options=options
             )
 
     side = torch.cuda.Stream()
