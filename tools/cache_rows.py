@@ -128,7 +128,9 @@ def _apart(folder: Path) -> list[str]:
         f"`tests/cached/test_many.py` compared {KERNELS * CALLS:,} drawn calls of {KERNELS} portable kernels with float64.",
         "[What came out](limits.md#a-cache): three calls of float32 queries beside 8 bits erred too much.",
         f"Of flashinfer's tests of sliding windows over pages {passed} passed there, through its names",
-        "([rows](benchmarks/caches.md#field-tests-caches-h200)). None of these was timed.", "",
+        "([rows](benchmarks/caches.md#field-tests-caches-h200)). Of Hopper's own kernel drawn calls ran there, too",
+        "(`tests/cached/test_hopper.py`), windows and sinks among them. Of all these a window alone was timed, by Hopper's",
+        "kernel ([rows](benchmarks/caches.md#cached-hopper-turned-h200)).", "",
         f"| drawn kernels with | of {KERNELS} |", "| --- | --- |",
         *(f"| {words} | {counts[kind]} |" for kind, words in DRAWN.items()),
     ]  # fmt: skip

@@ -216,12 +216,15 @@ def features(text: str) -> str:
     """The page of features with what they cost."""
     text = replaced(text, "window", script_tables.window(RESULTS))
     text = replaced(text, "pairs", script_tables.pairs(RESULTS))
+    text = replaced(text, "documents", script_tables.documents(RESULTS))
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
 
 def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
     text = replaced(text, "decoding", script_tables.decoding(RESULTS))
+    text = replaced(text, "uneven", script_tables.uneven_decoding(RESULTS))
+    text = replaced(text, "window", script_tables.window_decoding(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
     text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
     text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))

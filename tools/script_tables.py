@@ -75,7 +75,8 @@ FILES = {  # file -> what its rows are
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
     "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: "
-    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once.",
+    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once. "
+    "Rows of 2fce4727 are before tangents had a kernel of Hopper's own.",
     "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two. "
@@ -275,8 +276,9 @@ def latent(folder: Path) -> str:
     """What a query of each request takes over latent keys in pages of 64: a table of docs/limits.md, newest rows."""
     cells = dict[tuple[str, int, int], Row]()
     chosen = re.compile(r"flashtile/64( hopper 64x64 stages=2 slack=8)?")  # the second has been the default since 933ce6c6
-    for row in sorted(read(folder / "cached-hopper-latent-h200.csv"), key=lambda row: (row["date"], len(row["provider"]))):
-        if chosen.fullmatch(row["provider"]):
+    rows = [row for stem in ("latent", "turned") for row in read(folder / f"cached-hopper-{stem}-h200.csv")]
+    for row in sorted(rows, key=lambda row: (row["date"], len(row["provider"]))):
+        if row["model"].startswith("mla-") and chosen.fullmatch(row["provider"]):
             cells[row["heads_q"], int(row["batch"]), int(row["keys"])] = row
     lines = ["| heads | items x keys | us | TFLOP/s | of a copy's speed |", "| --- | --- | --- | --- | --- |"]
     for (heads, items, keys), row in sorted(cells.items(), key=lambda cell: (-int(cell[0][0]), *cell[0][1:])):
@@ -344,12 +346,30 @@ def e4m3_caches(folder: Path) -> str:
     return f"{ratios['contiguous']} from one contiguous cache, {ratios['16']} from pages of 16, {ratios['64']} from pages of 64"
 
 
-def decoding(folder: Path) -> str:
-    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
+def decoding_rows(folder: Path, lengths: str = "") -> list[Row]:
+    """Ours of one query over a cache beside the best of SDPA's kernels, of the newest commit: items of such lengths, equal ones
+    by default."""
     every = read(folder / "cached-hopper-turned-h200.csv")
     newest = max(every, key=lambda row: row["date"])["commit"]
-    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and not row["lengths"]]
-    rows = [row for row in plain if row["of_best"]]
+    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and row["lengths"] == lengths]
+    return [row for row in plain if row["of_best"]]
+
+
+def uneven_decoding(folder: Path) -> str:
+    """The same where items' lengths differ: a few words of docs/limits.md."""
+    (row,) = (row for row in decoding_rows(folder, "lognormal") if row["provider"] == "flashtile/contiguous")
+    return f"{float(row['of_best']):.2f}"
+
+
+def window_decoding(folder: Path) -> str:
+    """The same beside a window: a few words of docs/limits.md."""
+    (row,) = (row for row in decoding_rows(folder) if row["window"] and row["provider"] == "flashtile/contiguous")
+    return f"{float(row['of_best']):.2f}"
+
+
+def decoding(folder: Path) -> str:
+    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
+    rows = decoding_rows(folder)
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]
