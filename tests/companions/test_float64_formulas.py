@@ -18,7 +18,9 @@ from tests.companions.cases import CASES, Case
 SMALL = [
     case
     for case in CASES
-    if case.layout == "dense" and not case.fixed and not case.silent
+    if case.layout == "dense"
+    and not case.fixed
+    and not case.silent
     and not OPS[case.problem.op].over(case.problem)
     and sum(torch.Size(d.shape).numel() for _, d in case.problem.given) < 3_000
     and all(d.dtype not in ("fp16", "bf16") for _, d in [*case.problem.given, *case.problem.outputs().items()])
