@@ -85,6 +85,7 @@ def figures(results: Path) -> dict[str, str]:
         "shapes": _ways(fast[front_page.called(results, front_page.FIGURE)]),
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "steps": ", ".join(f"head_dim {depth} {step[f'{depth}, causal'][-1]}" for depth in (64, 128, 256)),
+        "statistics": script_tables.statistics_range(results),
         "uneven": script_tables.uneven_decoding(results),
         "unequal": _ways(fast[front_page.UNEQUAL]),
         "window": script_tables.window_decoding(results),

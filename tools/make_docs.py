@@ -98,7 +98,9 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "auto",
     ),
 )
-PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
+PASSED = [  # by passes that not every backend offers: a short call and a long one
+    AttentionProblem.parse(f"attention(q=1x{tokens}x2x64,kv={tokens}x2x64,bf16)") for tokens in (128, 8192)
+]
 
 
 Told = list[tuple[str, str, str]]
@@ -125,9 +127,12 @@ def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Tol
         cells = list[str]()
         for target in targets:
             try:
-                backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
-                ran = target == "cpu" or evidence.has_passed(RESULTS, name, target)
-                cells.append(f"{'run on' if ran else 'compiled for'} ({backend})")
+                plans = [dispatch.plan_pass(name, problem, named(target), Direction(frozenset("qkv"))) for problem in PASSED]
+                told = dict[str, list[str]]()
+                for backend in dict.fromkeys(plan.backend for plan in plans):
+                    ran = target == "cpu" or evidence.has_passed(RESULTS, name, target, backend)
+                    told.setdefault("run on" if ran else "compiled for", []).append(backend)
+                cells.append(", ".join(f"{what} ({', '.join(backends)})" for what, backends in told.items()))
             except NotSupported as refusal:
                 refused.append((what, target, told_of(refusal, target)))
                 cells.append("refused")
@@ -228,6 +233,7 @@ def limits(text: str) -> str:
     text = replaced(text, "uneven", script_tables.uneven_decoding(RESULTS))
     text = replaced(text, "window", script_tables.window_decoding(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
+    text = replaced(text, "statistics", "\n" + script_tables.statistics(RESULTS))
     text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
     text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))
     text = replaced(text, "cpu32", "\n" + script_tables.cpu_sizes(RESULTS))

@@ -428,6 +428,38 @@ def decoding(folder: Path) -> str:
     return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/16')} for pages of 16"
 
 
+WATCHED = ("max_logit", "entropy", "Mass(last=64)")  # forwards with one of these are timed beside plain ones
+
+
+def _watched(folder: Path) -> dict[tuple[str, str], list[float]]:
+    """What statistics add to a forward on an H200, in percent of it: (shape, mask) -> one number of each."""
+    rows = {(row["shape"], row["mask"], row["what"]): row for row in read(folder / "derivatives-h200.csv")}
+    found = dict[tuple[str, str], list[float]]()
+    for shape, mask in [(shape, mask) for shape, mask, what in rows if what == f"forward with {WATCHED[0]}"]:
+        plain = float(rows[shape, mask, "forward"]["ms"])
+        found[shape, mask] = [100 * (float(rows[shape, mask, f"forward with {w}"]["ms"]) / plain - 1) for w in WATCHED]
+    return found
+
+
+def statistics(folder: Path) -> str:
+    """A table of docs/limits.md: what statistics add to a forward."""
+    lines = ["| head_dim, tokens | mask | `max_logit` | `entropy` | `Mass(last=64)` |", "| --- | --- | --- | --- | --- |"]
+    for (shape, mask), shares in _watched(folder).items():
+        _, tokens, _, depth = shape.split("x")
+        lines.append(f"| {depth}, {int(tokens):,} | {mask} | " + " | ".join(f"{_percent(share)} %" for share in shares) + " |")
+    return "\n".join([*lines, ""])
+
+
+def statistics_range(folder: Path) -> str:
+    """The same in a few words, the least and the most of each: of an answer."""
+    ends = [f"{_percent(min(some))} to {_percent(max(some))} %" for some in zip(*_watched(folder).values(), strict=True)]
+    return f"{ends[0]}, {ends[1]} and {ends[2]}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}" if share >= 0.95 else f"{share:.1f}"
+
+
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = ["| " + " | ".join(names) + " |", "| --- |" + " --- |" * (len(names) - 1)]
     cells = ([row[name] if name == "commit" else _cell(row[name]) for name in names] for row in rows)
