@@ -223,6 +223,7 @@ def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
     text = replaced(text, "decoding", script_tables.decoding(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
+    text = replaced(text, "builds", "\n" + script_tables.builds(RESULTS) + "\n")
     text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
     text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))
     text = replaced(text, "cpu32", "\n" + script_tables.cpu_sizes(RESULTS))
