@@ -156,7 +156,7 @@ def support(proof: Iterable[Evidence]) -> str:
     rows, refused, left = matrix(tuple(proof))
     header = ("| feature | " + " | ".join(("cpu", *TARGETS)) + " |", "| --- |" + " --- |" * (1 + len(TARGETS)))
     lines += support_tables.grouped(header, {name: f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()})
-    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS)]
+    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS), "", fuzz_rows.tiles(RESULTS)]
     lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
     lines += support_tables.refusals(refused)
     lines += support_tables.left(left)
