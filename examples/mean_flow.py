@@ -1,9 +1,11 @@
 """A small transformer trained by mean flow, then by a gradient penalty: the losses beside those of plain attention.
 
-    python examples/mean_flow.py [--steps 4]
+    python examples/mean_flow.py [--steps 4] [--compile aot_eager]
 
 Mean flow (arXiv 2505.13447) needs the model's tangent along (v, 0, 1), a gradient penalty the gradient of a gradient. Attention
-and norms are flashtile's; beside it runs the same model with plain ones.
+and norms are flashtile's; beside it runs the same model with plain ones. --compile compiles the step of mean flow by that
+backend of torch.compile ("inductor" wants a C++ compiler). It ends its graphs at flashtile's tangents, which run eagerly. A
+penalty's step is not compiled: PyTorch differentiates no compiled backward.
 """
 
 from __future__ import annotations
@@ -73,11 +75,11 @@ def penalty(model: Model, x: torch.Tensor, noise: torch.Tensor, r: torch.Tensor,
     return (slope.flatten(1).norm(dim=1) - 1.0).square().mean()
 
 
-def train(ours: bool, steps: int) -> list[float]:
+def train(ours: bool, steps: int, compiler: str | None) -> list[float]:
     torch.manual_seed(0)
     model, losses = Model(ours), list[float]()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for loss_of in (mean_flow, penalty):
+    for loss_of in (torch.compile(mean_flow, backend=compiler) if compiler else mean_flow, penalty):
         for _ in range(steps):
             x, noise = torch.randn(2, 4, TOKENS, WIDTH).unbind()
             r, t = torch.rand(2, 4).sort(0).values.unbind()
@@ -92,8 +94,10 @@ def train(ours: bool, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="of each loss")
-    steps = parser.parse_args().steps
-    for i, (ours, theirs) in enumerate(zip(train(True, steps), train(False, steps), strict=True)):
+    parser.add_argument("--compile", metavar="BACKEND", help="compile the step of mean flow")
+    arguments = parser.parse_args()
+    steps, compiler = arguments.steps, arguments.compile
+    for i, (ours, theirs) in enumerate(zip(train(True, steps, compiler), train(False, steps, None), strict=True)):
         print(f"{'mean flow' if i < steps else 'penalty':9} flashtile {ours:.6f}  plain {theirs:.6f}")
         assert abs(ours - theirs) <= 1e-3 * max(abs(theirs), 1.0)
 

@@ -45,7 +45,7 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
         "said |= {name: answers(page(name)) for name in (f'answers/{group}.md' for group in answer_pages.GROUPS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
         " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
-        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', caches))};"
+        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', fp8))};"
         "print(*sorted(said)); print(*(name for name, text in said.items() if text != page(name)))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
@@ -140,7 +140,14 @@ def test_what_a_cache_s_table_says_to_have_run_is_of_caches_files_alone(tmp_path
     row = "model,provider,us,failure,device\nmla-16,flashtile/64,9,,NVIDIA H200\nmla-16,flashtile/64/e4m3,9,wrong,NVIDIA H200\n"
     for stem in ("cached", "stored", "fp8"):
         (tmp_path / f"{stem}-h200.csv").write_text(row.replace("64", {"cached": "16", "stored": "64", "fp8": "256"}[stem]))
-    assert measured(tmp_path) == {("NVIDIA H200", "triton", f"flashtile/{rows}/mla") for rows in (16, 64)}
+    seen = {("NVIDIA H200", "triton", f"flashtile/{rows}/mla") for rows in (16, 64)}
+    assert measured(tmp_path) == seen
+    row = "model,provider,us,window,device\nllama3-8b,flashtile/16,9,1023,NVIDIA H200\n"
+    (tmp_path / "cached-hopper-h200.csv").write_text(row)
+    (tmp_path / "padded-h200.csv").write_text("model,provider,us,device\nllama3-8b,first_k,9,NVIDIA H200\n")
+    assert measured(tmp_path) - seen == {
+        ("NVIDIA H200", "hopper", "flashtile/16/window"), ("NVIDIA H200", "hopper", "first_k")
+    }  # fmt: skip
 
 
 def test_rows_of_scripts_speak_by_their_files_names() -> None:

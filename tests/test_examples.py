@@ -46,9 +46,10 @@ def test_packed_documents() -> None:
     assert apart < 1e-4
 
 
-def test_mean_flow() -> None:
-    """Which compares every loss with plain attention's."""
-    text = printed("mean_flow", "--steps", "2")
+@pytest.mark.parametrize("compiled", [(), ("--compile", "aot_eager")], ids=["eager", "compiled"])
+def test_mean_flow(compiled: tuple[str, ...]) -> None:
+    """Which compares every loss with plain attention's, eager."""
+    text = printed("mean_flow", "--steps", "2", *compiled)
     assert (text.count("mean flow flashtile"), text.count("penalty   flashtile")) == (2, 2)
 
 

@@ -39,12 +39,14 @@ ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
     ("pages of 256", _cached("bf16,used=k", Pages(64, 256, 8), 512), "flashtile/256"),
     ("pages of 3", _cached("bf16,used=k", Pages(64, 3, 683), sizes="q=4x1x8x64,kv=2049x2x64"), ""),
     ("contiguous cache", _cached("bf16,used=k", Pages(4, 2048, 1, False), 512), "flashtile/contiguous"),
-    ("padded on the left (first_k)", _cached("bf16,used=k", Pages(64, 16, 128, True, True)), ""),
+    ("padded on the left (first_k), contiguous", _cached("bf16,used=k", Pages(4, 2048, 1, False, True), 512), "first_k"),
+    ("padded on the left (first_k), pages of 16", _cached("bf16,used=k", Pages(64, 16, 128, True, True)), ""),
     ("fp32", _cached("fp32,tf32x3,used=k"), ""),
     (
         "packed queries: prompts beside decodes",
         _cached("bf16,band=:0,varlen=20x8192,used=k", sizes="q=4x20x8x64,kv=2048x2x64"), "",
     ),
+    ("window", _cached("bf16,band=1023:0,used=k", split=512), "flashtile/16/window"),
     ("window, sinks", _cached("bf16,band=64:0,sink=8:fp32,used=k"), ""),
     ("softcap", _cached("bf16,score=softcap(30.0),used=k"), ""),
     ("ALiBi, bias", _cached("bf16,score=alibi(4x8:fp32)+bias(1x8x1x2048:bf16),used=k"), ""),
@@ -63,16 +65,17 @@ ROWS: tuple[tuple[str, CachedProblem | AppendProblem, str], ...] = (
 
 
 def measured(folder: Path) -> set[tuple[str, str, str]]:
-    """(device, backend, provider) of every row of benchmarks/cached.py's results that was right; behind MLA's providers stands
-    /mla.
+    """(device, backend, provider) of every row of benchmarks/cached.py's and padded.py's results that was right; behind MLA's
+    providers stands /mla, behind those of windows /window.
     """
     found: set[tuple[str, str, str]] = set()
-    for path in sorted([*folder.glob("cached-*.csv"), *folder.glob("stored-*.csv")]):
+    for path in sorted(path for name in ("cached", "stored", "padded") for path in folder.glob(f"{name}-*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if row.get("us") and not row.get("failure"):
                     backend, provider = cache_backend(path.stem, row["provider"]), row["provider"].split(" ")[0]
-                    found.add((row["device"], backend, provider + "/mla" * row["model"].startswith("mla")))
+                    kind = "/mla" * row["model"].startswith("mla") + "/window" * bool(row.get("window"))
+                    found.add((row["device"], backend, provider + kind))
     return found
 
 
@@ -128,7 +131,10 @@ def _apart(folder: Path) -> list[str]:
         f"`tests/cached/test_many.py` compared {KERNELS * CALLS:,} drawn calls of {KERNELS} portable kernels with float64.",
         "[What came out](limits.md#a-cache): three calls of float32 queries beside 8 bits erred too much.",
         f"Of flashinfer's tests of sliding windows over pages {passed} passed there, through its names",
-        "([rows](benchmarks/caches.md#field-tests-caches-h200)). None of these was timed.", "",
+        "([rows](benchmarks/caches.md#field-tests-caches-h200)). Of Hopper's own kernel drawn calls ran there, too",
+        "(`tests/cached/test_hopper.py`), windows and sinks among them. Of all these windows, and padding of contiguous",
+        "caches on the left, alone were timed, by Hopper's kernel ([windows](benchmarks/caches.md#cached-hopper-turned-h200),",
+        "[padding](benchmarks/caches.md#padded-h200)).", "",
         f"| drawn kernels with | of {KERNELS} |", "| --- | --- |",
         *(f"| {words} | {counts[kind]} |" for kind, words in DRAWN.items()),
     ]  # fmt: skip

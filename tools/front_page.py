@@ -13,7 +13,7 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
-from tools import companion_tables, shapes
+from tools import companion_tables, script_tables, shapes
 from tools.companion_tables import Row, read
 
 OURS = "flashtile/hopper"
@@ -24,7 +24,6 @@ SUITES = {  # file of `flashtile bench` -> where its shapes come from; the shape
     "hopper-triton-tutorial": "Triton's tutorial",
     "hopper-llmc": "GPT-2's shapes, llm.c",
     "hopper-cudnn-cross": "cuDNN's samples",
-    "hopper-mla": "DeepSeek's training and prefill; old, [newer ones](#slower)",
     "fp32-llmc": "GPT-2's shapes, llm.c",
 }
 UNEQUAL = "sequences of unequal lengths; bf16"  # the dtype of benchmarks/varlen.py
@@ -79,7 +78,7 @@ def called(folder: Path, stem: str) -> str:
 
 
 def speed(folder: Path) -> str:
-    """Eight rows: geometric means of our speed over the fastest other's, on one card."""
+    """Seven rows: geometric means of our speed over the fastest other's, on one card."""
     lines = ["| what | the competitors | forward | backward | measured |", "| --- | --- | --- | --- | --- |"]
     for stem in SUITES:
         results = read_bench(_path(folder, stem))
@@ -104,7 +103,7 @@ def slower(folder: Path) -> str:
         lines.append(_line(what, speed, beside, f"{device}, {_when(rows)}"))
 
     results = read_bench(_path(folder, "fa3-paper"))
-    add("the portable kernels; other GPUs run these", _both(results), shapes.peers(results), results)
+    add("the portable kernels, bf16; other GPUs run these", _both(results), shapes.peers(results), results)
     forward = {row["row"]: row for row in read(_path(folder, "hopper-forward"))}
     rows = [forward[f"softcap-{depth}-{mask}"] for depth in (64, 128) for mask in ("full", "causal")]
     late = [forward["softcap-128-with-lse"]]
@@ -114,16 +113,16 @@ def slower(folder: Path) -> str:
     costs = [row for row in read(_path(folder, "features-hopper")) if (row["section"], row["name"]) == ("costs", "dropout")]
     add("dropout, forward, head_dim 128", _range([1 / float(row["forward_ratio"]) for row in costs]), "no dropout", costs)
     rows = [row for row in read(folder / "cpu-epyc.csv") if (row["section"], row["what"]) == ("calls", "both")]
-    add("fp32 forward and backward on a CPU; small calls most", _mean([1 / float(row["ratio"]) for row in rows]),
+    add("fp32 forward and backward on one thread of a CPU; small calls most", _mean([1 / float(row["ratio"]) for row in rows]),
         "PyTorch's own", rows, "AMD EPYC")  # fmt: skip
     results = [r for r in read_bench(folder / "cpu-xeon.csv") if r.direction == "backward" and r.dtype != "fp32"]
     ratios = [r for row in report.grouped(results) if (r := report.ratio(row)) is not None]
     add("16-bit backward on a CPU", _mean(ratios), "PyTorch's own", results, "Intel Xeon")
-    rows = [row for row in read(folder / "cached-hopper-cells-h200.csv") if row["queries"] == "1" and row["of_best"]]
+    rows = script_tables.decoding_rows(folder)
     of_one, of_pages = (
         [float(row["of_best"]) for row in rows if row["provider"] == f"flashtile/{kind}"] for kind in ("contiguous", "16")
     )
-    add("decoding one query, Hopper's own kernel", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
+    add("decoding one query, items of equal lengths", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
     for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", MODELS)):
         results = read_bench(folder / f"{stem}.csv")
@@ -257,7 +256,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 def _when(rows: Sequence[Result] | Sequence[Row]) -> str:
     """The day of rows, or the first and the last. docs/benchmarks.md has their commits."""
-    days = sorted({(r["date"] if isinstance(r, dict) else r.date)[:10] for r in rows})
+    days = sorted({(r["date"] if isinstance(r, Mapping) else r.date)[:10] for r in rows})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 

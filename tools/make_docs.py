@@ -98,7 +98,9 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "auto",
     ),
 )
-PASSED = AttentionProblem.parse("attention(q=1x128x2x64,kv=128x2x64,bf16)")  # by passes that not every backend offers
+PASSED = [  # by passes that not every backend offers: a short call and a long one
+    AttentionProblem.parse(f"attention(q=1x{tokens}x2x64,kv={tokens}x2x64,bf16)") for tokens in (128, 8192)
+]
 
 
 Told = list[tuple[str, str, str]]
@@ -125,9 +127,12 @@ def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Tol
         cells = list[str]()
         for target in targets:
             try:
-                backend = dispatch.plan_pass(name, PASSED, named(target), Direction(frozenset("qkv"))).backend
-                ran = target == "cpu" or evidence.has_passed(RESULTS, name, target)
-                cells.append(f"{'run on' if ran else 'compiled for'} ({backend})")
+                plans = [dispatch.plan_pass(name, problem, named(target), Direction(frozenset("qkv"))) for problem in PASSED]
+                told = dict[str, list[str]]()
+                for backend in dict.fromkeys(plan.backend for plan in plans):
+                    ran = target == "cpu" or evidence.has_passed(RESULTS, name, target, backend)
+                    told.setdefault("run on" if ran else "compiled for", []).append(backend)
+                cells.append(", ".join(f"{what} ({', '.join(backends)})" for what, backends in told.items()))
             except NotSupported as refusal:
                 refused.append((what, target, told_of(refusal, target)))
                 cells.append("refused")
@@ -216,14 +221,20 @@ def features(text: str) -> str:
     """The page of features with what they cost."""
     text = replaced(text, "window", script_tables.window(RESULTS))
     text = replaced(text, "pairs", script_tables.pairs(RESULTS))
+    for depth in (128, 256):
+        text = replaced(text, f"fp8of{depth}", script_tables.fp8_share(RESULTS, depth).split()[0])
+    text = replaced(text, "documents", script_tables.documents(RESULTS))
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
 
 def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
     text = replaced(text, "decoding", script_tables.decoding(RESULTS))
+    text = replaced(text, "uneven", script_tables.uneven_decoding(RESULTS))
+    text = replaced(text, "window", script_tables.window_decoding(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
     text = replaced(text, "builds", "\n" + script_tables.builds(RESULTS) + "\n")
+    text = replaced(text, "statistics", "\n" + script_tables.statistics(RESULTS))
     text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
     text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))
     text = replaced(text, "cpu32", "\n" + script_tables.cpu_sizes(RESULTS))
@@ -237,6 +248,15 @@ def limits(text: str) -> str:
 def caches(text: str) -> str:
     """A page with what a cache of e4m3 gains."""
     return replaced(text, "e4m3", script_tables.e4m3_caches(RESULTS))
+
+
+def fp8(text: str) -> str:
+    """The page of 8 bits with its speeds."""
+    text = replaced(caches(text), "speed", "\n" + script_tables.fp8_speed(RESULTS))
+    for depth in (64, 128, 256):
+        text = replaced(text, f"share{depth}", script_tables.fp8_share(RESULTS, depth))
+        text = replaced(text, f"quantised{depth}", script_tables.fp8_share(RESULTS, depth, "fp8 with quantisation"))
+    return replaced(text, "aims", script_tables.fp8_aims(RESULTS))
 
 
 def environment(text: str) -> str:
@@ -272,7 +292,7 @@ def main() -> None:
         "README.md": readme, "docs/explanation/numerics.md": numerics, "docs/jax.md": jax, "docs/features.md": features,
         "docs/limits.md": limits, **{f"docs/answers/{group}.md": answers for group in answer_pages.GROUPS},
         "docs/answers.md": answers,
-        "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": caches,
+        "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": fp8,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name

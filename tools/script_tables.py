@@ -66,7 +66,8 @@ FILES = {  # file -> what its rows are
     "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
     "(99f04352), in turns on one machine: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
     "field-tests-caches-h200": "Tests of caches and sums through our names, flash-attention 3's, 4's (cute), flashinfer's and "
-    "FlashMLA's: `benchmarks/field_tests.py`.",
+    "FlashMLA's: `benchmarks/field_tests.py`. Those of eccae7ed are flash-attention 2's. "
+    "Of version 3 the tests of the cache and of sums alone ran.",
     "cached-e4m3-h200": "Caches of e4m3 by the portable kernel, in the rotation of cached-hopper-cells-h200.",
     "fp8-h200": "Keys and values of 8 bits, and e4m3 products, beside bf16: `benchmarks/fp8.py --sections speed`.",
     "fp8-gradients": "Errors of gradients beside e4m3, on a CPU: `benchmarks/fp8.py --sections gradients`.",
@@ -76,7 +77,8 @@ FILES = {  # file -> what its rows are
     "beside the one chosen then): `benchmarks/cached.py --caches bf16 e4m3 --tiles`.",
     "fp8-simulated": "Errors of e4m3 products, simulated in PyTorch: `benchmarks/fp8.py --sections simulated`.",
     "derivatives-h200": "Tangents, double backwards and statistics beside a forward and a backward: "
-    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once.",
+    "`benchmarks/derivatives.py`; of 16,384 tokens and 64 columns before tiles were chosen by time and rows loaded at once. "
+    "Rows of 2fce4727 are before tangents had a kernel of Hopper's own.",
     "derivatives-tiles-h200": "Tiles of tangents, second derivatives and masses: `benchmarks/derivatives.py --tiles`.",
     "context-h200x2": "Causal attention over two GPUs, forward and backward: `python -m benchmarks.context --ranks 2`. "
     "`efficiency`: one GPU's time over twice that of two. "
@@ -296,8 +298,9 @@ def latent(folder: Path) -> str:
     """What a query of each request takes over latent keys in pages of 64: a table of docs/limits.md, newest rows."""
     cells = dict[tuple[str, int, int], Row]()
     chosen = re.compile(r"flashtile/64( hopper 64x64 stages=2 slack=8)?")  # the second has been the default since 933ce6c6
-    for row in sorted(read(folder / "cached-hopper-latent-h200.csv"), key=lambda row: (row["date"], len(row["provider"]))):
-        if chosen.fullmatch(row["provider"]):
+    rows = [row for stem in ("latent", "turned") for row in read(folder / f"cached-hopper-{stem}-h200.csv")]
+    for row in sorted(rows, key=lambda row: (row["date"], len(row["provider"]))):
+        if row["model"].startswith("mla-") and chosen.fullmatch(row["provider"]):
             cells[row["heads_q"], int(row["batch"]), int(row["keys"])] = row
     lines = ["| heads | items x keys | us | TFLOP/s | of a copy's speed |", "| --- | --- | --- | --- | --- |"]
     for (heads, items, keys), row in sorted(cells.items(), key=lambda cell: (-int(cell[0][0]), *cell[0][1:])):
@@ -365,18 +368,117 @@ def e4m3_caches(folder: Path) -> str:
     return f"{ratios['contiguous']} from one contiguous cache, {ratios['16']} from pages of 16, {ratios['64']} from pages of 64"
 
 
-def decoding(folder: Path) -> str:
-    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
+FP8 = {  # rows of benchmarks/fp8.py -> what the page calls them
+    "bf16": "bf16", "e4m3 stored": "e4m3 storage", "fp8": "fp8 arithmetic",
+    "fp8 with quantisation": "the same, with quantisation",
+}  # fmt: skip
+MASKS = ("full", "causal")
+
+
+def _fp8(folder: Path) -> dict[tuple[int, str, str], Row]:
+    """Forwards of 1 x 16,384 tokens, by head_dim, what ran, and mask."""
+    rows = [row for row in read(folder / "fp8-h200.csv") if row["section"] == "speed"]
+    return {(int(row["shape"].rpartition("x")[2]), row["what"], row["mask"]): row for row in rows}
+
+
+def fp8_speed(folder: Path) -> str:
+    """Times of docs/how-to/fp8.md."""
+    rows, both = _fp8(folder), "ms | TFLOP/s | of bf16's speed"
+    lines = [f"| head_dim | | full, {both} | causal, {both} |", "| --- | --- |" + " --- |" * 6]
+    for depth in (64, 128, 256):
+        for what, called in FP8.items():
+            cells = [rows[depth, what, mask] for mask in MASKS]
+            told = [f"{float(row['ms']):.2f} | {row['tflops']} | {float(row['of_bf16']):.2f}" for row in cells]
+            lines.append(f"| {depth} | {called} | {' | '.join(told)} |")
+    return "\n".join([*lines, ""])
+
+
+def fp8_share(folder: Path, depth: int, what: str = "fp8", aim: float = 1.0) -> str:
+    """What one head_dim reaches of bf16's speed, or of an aim in times of it, without a mask and causal."""
+    full, causal = (float(_fp8(folder)[depth, what, mask]["of_bf16"]) / aim for mask in MASKS)
+    return f"{full:.2f} and {causal:.2f}"
+
+
+def fp8_shares(folder: Path) -> str:
+    """Without a mask, quantised before the call and in it: a sentence of an answer."""
+    before, within = (
+        {depth: fp8_share(folder, depth, what).split()[0] for depth in (256, 128, 64)}
+        for what in ("fp8", "fp8 with quantisation")
+    )
+    return ", ".join(f"head_dim {depth} {share} / {within[depth]}" for depth, share in before.items())
+
+
+def fp8_aims(folder: Path) -> str:
+    """What forwards of e4m3 have of what they are meant to reach."""
+
+    def told(what: str, aim: float) -> str:
+        return ", ".join(f"{fp8_share(folder, depth, what, aim)} ({depth})" for depth in (128, 256))
+
+    return f"{told('fp8', 1.35)}; quantised {told('fp8 with quantisation', 1.25)}"
+
+
+def decoding_rows(folder: Path, lengths: str = "") -> list[Row]:
+    """Ours of one query over a cache beside the best of SDPA's kernels, of the newest commit: items of such lengths, equal ones
+    by default."""
     every = read(folder / "cached-hopper-turned-h200.csv")
     newest = max(every, key=lambda row: row["date"])["commit"]
-    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and not row["lengths"]]
-    rows = [row for row in plain if row["of_best"]]
+    plain = [row for row in every if row["commit"] == newest and row["queries"] == "1" and row["lengths"] == lengths]
+    return [row for row in plain if row["of_best"]]
+
+
+def uneven_decoding(folder: Path) -> str:
+    """The same where items' lengths differ: a few words of docs/limits.md."""
+    (row,) = (row for row in decoding_rows(folder, "lognormal") if row["provider"] == "flashtile/contiguous")
+    return f"{float(row['of_best']):.2f}"
+
+
+def window_decoding(folder: Path) -> str:
+    """The same beside a window: a few words of docs/limits.md."""
+    (row,) = (row for row in decoding_rows(folder) if row["window"] and row["provider"] == "flashtile/contiguous")
+    return f"{float(row['of_best']):.2f}"
+
+
+def decoding(folder: Path) -> str:
+    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
+    rows = decoding_rows(folder)
 
     def speed(provider: str) -> str:
         ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]
         return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
     return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/16')} for pages of 16"
+
+
+WATCHED = ("max_logit", "entropy", "Mass(last=64)")  # forwards with one of these are timed beside plain ones
+
+
+def _watched(folder: Path) -> dict[tuple[str, str], list[float]]:
+    """What statistics add to a forward on an H200, in percent of it: (shape, mask) -> one number of each."""
+    rows = {(row["shape"], row["mask"], row["what"]): row for row in read(folder / "derivatives-h200.csv")}
+    found = dict[tuple[str, str], list[float]]()
+    for shape, mask in [(shape, mask) for shape, mask, what in rows if what == f"forward with {WATCHED[0]}"]:
+        plain = float(rows[shape, mask, "forward"]["ms"])
+        found[shape, mask] = [100 * (float(rows[shape, mask, f"forward with {w}"]["ms"]) / plain - 1) for w in WATCHED]
+    return found
+
+
+def statistics(folder: Path) -> str:
+    """A table of docs/limits.md: what statistics add to a forward."""
+    lines = ["| head_dim, tokens | mask | `max_logit` | `entropy` | `Mass(last=64)` |", "| --- | --- | --- | --- | --- |"]
+    for (shape, mask), shares in _watched(folder).items():
+        _, tokens, _, depth = shape.split("x")
+        lines.append(f"| {depth}, {int(tokens):,} | {mask} | " + " | ".join(f"{_percent(share)} %" for share in shares) + " |")
+    return "\n".join([*lines, ""])
+
+
+def statistics_range(folder: Path) -> str:
+    """The same in a few words, the least and the most of each: of an answer."""
+    ends = [f"{_percent(min(some))} to {_percent(max(some))} %" for some in zip(*_watched(folder).values(), strict=True)]
+    return f"{ends[0]}, {ends[1]} and {ends[2]}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}" if share >= 0.95 else f"{share:.1f}"
 
 
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
 
 LAYOUTS = ("NHD", "HND")
@@ -124,7 +125,8 @@ def append_paged_kv_cache(
     """Write keys and values (tokens, heads, head_dim) into the pages of their requests, in place; nobody waits for the device.
 
     batch_indices, positions: of each token; one that is negative goes nowhere. The lists of pages have room for the tokens:
-    where one has not, a token raises InvalidProblem on the CPU, and goes nowhere on a GPU.
+    where one has not, a token raises InvalidProblem on the CPU, and goes nowhere on a GPU. So do two tokens of one place, of
+    which on a GPU either stays.
     """
     k, v = pools_of(paged_kv_cache, check_layout(kv_layout))
     item, position = int32("batch_indices", batch_indices, append_key), int32("positions", positions, append_key)
@@ -143,4 +145,12 @@ def append_paged_kv_cache(
             "request must have pages for its new keys."
         )
     page = indices[place.clamp(0, max(indices.shape[0] - 1, 0)).long()].long()
-    append_to_cache(append_key, append_value, k, v, slots=torch.where(exists, page * size + position % size, -1))
+    slots = torch.where(exists, page * size + position % size, -1)
+    if slots.device.type == "cpu" and (two := repeated(slots)) is not None:
+        one, other = (f"{int(position[t])} of request {int(item[t])}" for t in two)
+        raise InvalidProblem(
+            f"positions holds {one} and {other}, which are one place, page {int(page[two[0]])}, row "
+            f"{int(position[two[0]]) % size}; each token must have its own: copy a page of kv_indices that requests share "
+            "before they write into it."
+        )
+    append_to_cache(append_key, append_value, k, v, slots=slots)

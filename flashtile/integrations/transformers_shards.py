@@ -11,8 +11,8 @@ from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.document import Document
 from flashtile.problem.mask import FULL, Band
 from flashtile.torch.context.agree import agree, refused_together
-from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.shards import gathered, order
+from flashtile.torch.execute.eagerly import eagerly
 
 
 def packed_starts(positions: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:

@@ -247,6 +247,23 @@ def dot_product_attention_varlen(
     return (out[0], jnp.swapaxes(lse[0], 0, 1)) if return_residual else out[0]
 
 
+def attention_of_part(
+    query: Any, key: Any, value: Any, scale: Any, implementation: str | None, bias: Any = None, used_k: Any = None,
+    **extras: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, residual) of a device's part, of operands that are checked, bands aligned bottom-right.
+
+    key, value: of query's dtype, or its 16-bit numbers in float32, so that their gradients are summed before they are rounded.
+    used_k: int32 (B,), how many keys there are of each item.
+    """
+    rest = _Rest(**extras)
+    scale, query = scaled("scale", scale, query)
+    score = rest.modifiers(None if bias is None else Bias(wide("bias", jnp.asarray(bias))))
+    lengths = {} if used_k is None else {"seqused_k": used_k}
+    out, lse, _ = attend(query, key, value, FULL, rest.attend_to, score, scale, implementation, True, rest, lengths)
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
 @promotes
 def mha(
     q: Any,
@@ -348,7 +365,10 @@ def attend(
     implementation: str | None, returns_lse: bool, rest: _Rest, lengths: dict[str, Any],
     longest: tuple[Any, Any] = (None, None),
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q)."""
+    """(out, lse, statistics or None) of 4-dimensional arrays; lse (slabs, heads_q, span_q).
+
+    k, v: of q's dtype, or `rest.stored`, or q's 16-bit numbers in float32, and then so are their gradients.
+    """
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(
             f"implementation is {implementation!r}; it must be one of {', '.join(map(repr, IMPLEMENTATIONS))}."
@@ -362,7 +382,8 @@ def attend(
     arrays, problem = _describe(q, k, v, band, attend_to, score, scale, returns_lse, rest, lengths, longest)
     if implementation == "xla" and rest.backward not in ("auto", "xla"):
         raise InvalidProblem(f"backward is {rest.backward!r} and implementation is 'xla', which has one backward of its own.")
-    call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse)
+    wide_keys = rest.stored is None and k.dtype != q.dtype
+    call = Call(problem, implementation, rest.backward, jax.config.jax_debug_infs and not returns_lse, wide_keys)
     if rest.stored is not None:
         how, scales = rest.stored
         problem, arrays = replace(problem, stored=how), arrays | scales

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
@@ -173,7 +175,8 @@ def append_to_cache(
 
     k, v: (batch, seqlen, heads_kv, head_dim). seqused_k: int32 (batch,): rows that each item has; the caller advances it.
     slots: instead, ints (batch, seqlen): page * page_size + row. A row that an item has no page for, and a slot that is
-    negative or outside of the pools, is written nowhere. `jax.jit(..., donate_argnums=...)` donates the pools.
+    negative or outside of the pools, is written nowhere. Two tokens of one place raise InvalidProblem on the CPU outside of
+    `jax.jit`; elsewhere nobody looks, and either stays. `jax.jit(..., donate_argnums=...)` donates the pools.
     """
     k, v, k_cache, v_cache = (jnp.asarray(t) for t in (k, v, k_cache, v_cache))
     _check_pools(k, k_cache, v_cache, "k")
@@ -201,8 +204,22 @@ def append_to_cache(
         page = jnp.broadcast_to(page, place.shape)
         exists = within & (page >= 0) & (page < count)
     page = jnp.where(exists, page, count)  # one that there is not, which is dropped
+    _check_places("page_table" if slots is None else "slots", page, row, count)
     write = lambda pool, new: pool.at[page, row].set(new, mode="drop")  # noqa: E731
     return write(k_cache, k), write(v_cache, v)
+
+
+def _check_places(called: str, page: Any, row: Any, count: int) -> None:
+    """Raise InvalidProblem for two tokens of one place, where the host can look: on the CPU, outside of `jax.jit`."""
+    if isinstance(page, Tracer) or isinstance(row, Tracer) or {d.platform for d in page.devices()} != {"cpu"}:
+        return
+    places, times = np.unique(np.stack([np.asarray(page), np.asarray(row)], -1).reshape(-1, 2), axis=0, return_counts=True)
+    twice = places[(times > 1) & (places[:, 0] < count)]
+    if len(twice):
+        raise InvalidProblem(
+            f"{called} gives two new keys one place: page {twice[0][0]}, row {twice[0][1]}; each must have its own: copy a "
+            "page that items share before they write into it, and give each of them one."
+        )
 
 
 def _check_pools(q: Any, k_cache: Any, v_cache: Any, name: str) -> None:

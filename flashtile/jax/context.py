@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.errors import InvalidProblem, NotSupported, check_names
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
-from flashtile.jax.arguments import check_operands, make_band, numbers, operand
+from flashtile.jax.arguments import check_operands, floating, make_band, numbers, operand
 from flashtile.jax.arrays import promotes
-from flashtile.jax.attention import dot_product_attention
+from flashtile.jax.attention import Extras, attention_of_part
 from flashtile.jax.dropout import DeviceOrigin
 from flashtile.jax.exchange import (
     check_layout,
@@ -36,6 +36,7 @@ from flashtile.problem.predicate import normal_form
 
 METHODS = ("allgather", "ulysses")
 TAKEN = {"bias", "softcap", "sinks", "score", "attend_to", "dropout", "backward", "deterministic", "precision"}
+KNOWN = TAKEN | Extras.__optional_keys__ | {"mask", "query_seq_lengths", "key_value_seq_lengths", "dropout_rng"}
 
 
 @promotes
@@ -72,6 +73,7 @@ def dot_product_attention_sharded(
 
     Raises InvalidProblem and NotSupported.
     """
+    check_names("dot_product_attention_sharded", extras, KNOWN)
     given = numbers(scale=scale, is_causal=is_causal, return_residual=return_residual)
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_operands(query, key, value)
@@ -87,8 +89,8 @@ def dot_product_attention_sharded(
     if extras.get("dropout") is not None or _biases(extras):  # which count all keys
         halo = None
     _refuse(method, layout, band, extras, (query.shape[2], key.shape[2], devices), halo)
-    how: dict[str, Any] = {"scale": given["scale"], "implementation": implementation, "alignment": "bottom-right", **extras}
-    how["return_residual"] = True
+    taken = {name: x for name, x in extras.items() if name in TAKEN}
+    how = _shared({"scale": given["scale"], "implementation": implementation, **taken})
     if method == "ulysses":
         out, residual = _by_heads((query, key, value), (band, leaves), (axis_name, devices, at), layout, how)
     elif halo is not None:
@@ -117,13 +119,13 @@ def _by_positions(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str
         chunk = at if i == 0 else 2 * devices - 1 - at
         if band != FULL:  # keys end where this chunk does, and its last query stands at the last of them
             end = jnp.clip((chunk + 1) * size + shift, 0, keys.shape[1]).astype(jnp.int32)
-            how["key_value_seq_lengths"] = jnp.broadcast_to(end, (query.shape[0],))
+            how["used_k"] = jnp.broadcast_to(end, (query.shape[0],))
         if dropout is not None:
             origin = DeviceOrigin(heads=query.shape[2], query=chunk * size, aligned=size % GRAIN == 0)
             how["dropout"] = replace(dropout, origin=origin)
         there = _joined(band, [_of_rows(leaf, rows) for leaf in known])
-        k, v = keys.astype(key.dtype), values.astype(value.dtype)
-        made.append(dot_product_attention(query[:, rows], k, v, attend_to=there, **_changed(how, partial(_rows_of, rows=rows))))
+        own = _changed(how, partial(_rows_of, rows=rows))
+        made.append(attention_of_part(query[:, rows], keys, values, attend_to=there, **own))
     out, residual = (jnp.concatenate(parts, 1) for parts in zip(*made, strict=True))
     return out, residual
 
@@ -133,12 +135,12 @@ def _by_halo(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, halo: tuple[int,
     (query, key, value), (band, leaves), (name, devices, at) = qkv, mask, axis
     left, right = halo
     around = lambda x: with_halo(x, name, devices, left, right)  # noqa: E731
-    k, v = (around(x.astype(jnp.float32)).astype(x.dtype) for x in (key, value))  # so that gradients are summed in float32
+    k, v = (around(x.astype(jnp.float32)) for x in (key, value))  # so that gradients are summed in float32
     where = jnp.arange(k.shape[1]) - left + at * key.shape[1]
     there = (where >= 0) & (where < devices * key.shape[1])
     known = [*(_with_keys(leaf, around) for leaf in leaves), KeyPadding(there[None])]
     moved = Band(None if band.left is None else band.left + right, None if band.right is None else band.right - right)
-    return dot_product_attention(query, k, v, attend_to=_joined(moved, known), **how)
+    return attention_of_part(query, k, v, attend_to=_joined(moved, known), **how)
 
 
 def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, how: dict[str, Any]) -> tuple[Any, Any]:
@@ -148,12 +150,11 @@ def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, ho
     if copies > 1:  # whose gradients are summed in float32
         key, value = (jnp.repeat(x.astype(jnp.float32), copies, 2) for x in (key, value))
     q, k, v = (heads_for_tokens(x, name, devices, layout) for x in (query, key, value))
-    k, v = k.astype(qkv[1].dtype), v.astype(qkv[2].dtype)
     whole = lambda x: in_own_order(in_order(x, name, devices, 1), devices, layout)  # noqa: E731
     part = lambda x: jax.lax.dynamic_slice_in_dim(x, at * heads, heads, -1)  # noqa: E731
     if how.get("sinks") is not None:
-        how["sinks"] = part(jnp.asarray(how["sinks"]))
-    how["score"] = tuple(Alibi(part(s.slopes)) if isinstance(s, Alibi) else s for s in how.get("score") or ())
+        how["sinks"] = part(how["sinks"])
+    how["score"] = tuple(Alibi(part(s.slopes)) if isinstance(s, Alibi) else s for s in how["score"])
     how = _changed(
         how, lambda x: jax.lax.dynamic_slice_in_dim(x, at * heads, heads, -3) if x.ndim > 2 and x.shape[-3] > 1 else x
     )
@@ -161,7 +162,7 @@ def _by_heads(qkv: tuple[Any, Any, Any], mask: Mask, axis: Axis, layout: str, ho
         origin = DeviceOrigin(at * heads, heads, query.shape[2] - heads, aligned=True)
         how["dropout"] = replace(how["dropout"], origin=origin)
     there = _joined(mask[0], [_with_keys(leaf, whole, whole) for leaf in mask[1]])
-    made = dot_product_attention(q, k, v, attend_to=there, **how)
+    made = attention_of_part(q, k, v, attend_to=there, **how)
     out, residual = (tokens_for_heads(x, name, devices, layout) for x in made)
     return out, residual
 
@@ -207,6 +208,14 @@ def _changed(how: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any
     """The same with other biases."""
     score = tuple(Bias(change(jnp.asarray(s.bias))) if isinstance(s, Bias) else s for s in how.get("score") or ())
     return {**how, "score": score, "bias": None if how.get("bias") is None else change(jnp.asarray(how["bias"]))}
+
+
+def _shared(how: dict[str, Any]) -> dict[str, Any]:
+    """The same, with float32 in place of what serves all queries: its gradients are summed over chunks and devices."""
+    wide = lambda name, x: floating(f"{name}'s tensor", x).astype(jnp.float32)  # noqa: E731
+    how = _changed(how, lambda x: x if x.ndim > 1 and x.shape[-2] > 1 else wide("bias", x))
+    how["score"] = tuple(Alibi(wide("alibi", s.slopes)) if isinstance(s, Alibi) else s for s in how["score"])
+    return how if how.get("sinks") is None else {**how, "sinks": floating("sinks", how["sinks"]).astype(jnp.float32)}
 
 
 def _rows_of(bias: Any, rows: slice) -> Any:

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from flashtile.errors import NotSupported
-from flashtile.jax.arrays import promotes
+from flashtile.jax.arrays import JAX_DTYPES, promotes
 from flashtile.jax.batching import run_mapped
 from flashtile.jax.linear import linear
 from flashtile.jax.rule import differentiable
@@ -42,6 +42,7 @@ class Call:
     implementation: str | None
     backward: str
     debugs: bool = False  # whether JAX searches results for infinities, and the lse that is kept must have none
+    wide_keys: bool = False  # whether k and v come as float32 numbers of 16 bits, so that dk and dv are not rounded
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,8 +53,18 @@ class Call:
     def backend(self) -> str | None:
         return None if self.implementation == "xla" else self.implementation
 
+    def narrowed(self, known: Arrays) -> Arrays:
+        """The same with k, v and their tangents in the problem's dtype, as passes take them."""
+        dtype = JAX_DTYPES[self.problem.dtype.value]
+        return {n: x.astype(dtype) if self.wide_keys and n in ("k", "v", "tk", "tv") else x for n, x in known.items()}
+
+    def like(self, name: str, known: Arrays) -> Any:
+        """The dtype of an input's gradient."""
+        return jnp.float32 if self.wide_keys and name in ("k", "v") else known[name].dtype
+
     def along(self, name: str, direction: Direction, known: Arrays) -> Arrays:
         """What a pass along a direction makes."""
+        known = self.narrowed(known)
         problem = wanting(self.problem, direction.wanted)
         wanted = frozenset(direction.wanted & {"q", "k", "v", *ROWS, *ROW_STATISTICS, "mass"})
         step = Along(name, problem, replace(direction, wanted=wanted), self.backend)
@@ -91,7 +102,8 @@ class Attend:
 
     def apply(self, *given: Any) -> tuple[Any, ...]:
         call = self.call
-        made = run_mapped(Forward(call.problem, call.backend), call.implementation, *given)
+        taken = call.narrowed(dict(zip(call.names, given, strict=True))).values()
+        made = run_mapped(Forward(call.problem, call.backend), call.implementation, *taken)
         return finite(call, made if call.backward != "xla" else made[:2])  # of kernels' rows a plain backward knows nothing
 
     @promotes
@@ -101,7 +113,8 @@ class Attend:
         moved = _moving(call.names, tangents)
         if not moved:
             return made, tuple(jnp.zeros_like(m) for m in made)
-        found = linear(Tangent(call, tuple(moved)), (*primals, *made), tuple(moved.values()))
+        fixed = call.narrowed(dict(zip(call.names, primals, strict=True))).values()  # what is kept for a backward
+        found = linear(Tangent(call, tuple(moved)), (*fixed, *made), tuple(moved.values()))
         return made, (*found, *(jnp.zeros_like(m) for m in made[2:]))
 
 
@@ -187,7 +200,7 @@ class Pull:
         """The gradients that are wanted."""
         call, (known, (out, *kept), arriving) = self.call, self.parts(given)
         problem = wanting(call.problem, self.wanted)
-        gradients = Gradients(frozenset("qkv") & frozenset(self.wanted), "dlse" in arriving)
+        gradients = Gradients(frozenset("qkv") & frozenset(self.wanted), "dlse" in arriving, call.wide_keys)
         if call.debugs:
             kept = [jnp.where(x == LOWEST, -jnp.inf, x) for x in kept]
         if "dout" not in arriving:
@@ -198,7 +211,7 @@ class Pull:
         every = {**known, "out": out, "lse": kept[0], **arriving, **dict(zip(("stats",), kept[1:], strict=False))}
         made = run_mapped(step, "xla" if plain else call.implementation, *(every[b.name] for b in step.inputs()))
         found = dict(zip((b.name for b in step.outputs()), made, strict=True))
-        return tuple(found[f"d{n}"].astype(known[n].dtype) for n in self.wanted)
+        return tuple(found[f"d{n}"].astype(call.like(n, known)) for n in self.wanted)
 
     @promotes
     def along(self, primals: Sequence[Any], tangents: Sequence[Any | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -240,7 +253,7 @@ class Second:
         given = frozenset(f"d{n}" for n in self.how.arriving) | {f"t{n}" for n in self.moved if n in rows}
         direction = Direction(frozenset(self.moved) - rows, given, frozenset(self.how.wanted))
         made = self.how.call.along("second", direction, known | _named("t", self.moved, linear))
-        return tuple(made[f"d{n}"].astype(known[n].dtype) for n in self.how.wanted)
+        return tuple(made[f"d{n}"].astype(self.how.call.like(n, known)) for n in self.how.wanted)
 
     @promotes
     def transpose(self, fixed: Sequence[Any], arriving: Sequence[Any]) -> tuple[Any, ...]:

@@ -126,6 +126,7 @@ def test_version_3_is_minus_inf_where_no_key_is_seen_and_counts_left_padding_wit
     assert (lse[1] == -torch.inf).all()
 
 
+NEW = {name: torch.randn(2, 1, 2, 16) for name in "kv"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache_seqlens": 4.7}, "cache_seqlens is 4.7; it must be an int from 0 to 12"),
     ({"cache_seqlens": True}, "cache_seqlens is True"),
@@ -145,6 +146,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "k_cache has 1 items and the batch 2"),
     ({"block_table": None, "cache_seqlens": 3, "cache_leftpad": torch.tensor([5, 0])}, "cache_leftpad[0] is 5"),
     ({"k_cache": torch.randn(6, 4, 2)}, "k_cache has shape (6, 4, 2)"),
+    ({"block_table": TABLE[:1].expand(2, 3), "cache_seqlens": 2, **NEW}, "block_table gives two new keys, of items 0 and 1"),
+    ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 1]), **NEW},
+     "cache_batch_idx gives two new keys, of items 0 and 1, one place: page 1, row 3"),
 ]  # fmt: skip
 
 

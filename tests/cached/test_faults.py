@@ -39,6 +39,8 @@ def cache(method: Callable[[flashtile.PagedCache], Any], **change: Any) -> Calla
 
 
 PACKED = {"k": NEW["k"][:, 0], "v": NEW["v"][:, 0]}
+SHARED: dict[str, Any] = {"page_table": ints(0, 1, 2, 1).view(2, 2), "seqused_k": ints(5, 5)}  # both write page 1's row 1
+ONE_PLACE = "page_table gives two new keys, of items 0 and 1, one place: page 1, row 1"
 COS = torch.ones(6, 16)
 BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("append's v is torch.bfloat16", attend(append=(NEW["k"], NEW["v"].bfloat16()))),
@@ -66,6 +68,17 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("slots names 1000000", append(seqused_k=None, slots=ints(0, 10**6)[:, None])),
     ("slots names -7", append(seqused_k=None, slots=ints(0, -7)[:, None])),
     ("slots names 24", append(seqused_k=None, slots=ints(0, 24)[:, None])),
+    ("slots names 9 for tokens 0 and 1", append(seqused_k=None, slots=ints(9, 9)[:, None])),
+    ("slots names 9 for tokens 0 and 1", append(**PACKED, seqused_k=None, slots=ints(9, 9))),
+    (ONE_PLACE, append(**SHARED)),
+    (ONE_PLACE, append(**PACKED, cu_seqlens=ints(0, 1, 2), **SHARED)),
+    (ONE_PLACE, append(backend="triton", **SHARED)),
+    (ONE_PLACE, attend(append=(NEW["k"], NEW["v"]), **SHARED)),
+    (ONE_PLACE, cache(
+        lambda one: one.append(NEW["k"], NEW["v"]), page_table=SHARED["page_table"], seqused=SHARED["seqused_k"])),
+    ("page_table gives two new keys, of items 0 and 0, one place: page 2, row 3", append(
+        k=NEW["k"].expand(2, 5, 2, 32)[:1], v=NEW["v"].expand(2, 5, 2, 32)[:1], page_table=ints(2, 2)[None],
+        seqused_k=ints(3))),
     ("cu_seqlens is [0, 1, 5]", append(**PACKED, seqused_k=None, slots=ints(0, 1), cu_seqlens=ints(0, 1, 5))),
     ("cu_seqlens has 0 elements", append(**PACKED, seqused_k=None, slots=ints(0, 1), cu_seqlens=ints())),
     ("needs row 8 of an item", cache(lambda one: one.append(NEW["k"], NEW["v"]), seqused=ints(5, 8))),
@@ -113,3 +126,23 @@ def test_nothing_is_cast_under_autocast() -> None:
     some = pools()
     with torch.autocast("cpu", torch.bfloat16):
         assert attend()(some).dtype is torch.float32
+
+
+def test_a_known_append_is_looked_at_again() -> None:
+    """Tables change between calls of one layout; -1 twice is no place."""
+    some, table, used = pools(), TABLE.clone(), USED.clone()
+    new = {n: NEW[n] for n in "kv"}
+    for _ in range(3):
+        flashtile.append_to_cache(**new, **some, page_table=table, seqused_k=used)
+        attend(page_table=table, seqused_k=used, append=(NEW["k"], NEW["v"]))(some)
+        flashtile.append_to_cache(**new, **some, slots=ints(-1, -1)[:, None])
+    table.copy_(SHARED["page_table"])
+    used.fill_(5)
+    before = {n: t.clone() for n, t in some.items()}
+    places = {"page_table": table, "seqused_k": used}
+    for call in (append(**places), attend(append=(NEW["k"], NEW["v"]), **places)):
+        with pytest.raises(flashtile.InvalidProblem, match=ONE_PLACE):
+            call(some)
+    with pytest.raises(flashtile.InvalidProblem, match="slots names 3 for tokens 0 and 1"):
+        flashtile.append_to_cache(**new, **some, slots=ints(3, 3)[:, None])
+    assert all(torch.equal(t, some[n]) for n, t in before.items())

@@ -194,6 +194,16 @@ def test_append_and_positions() -> None:
         close(wrapper.run(q, pages.cache), torch.cat([true(q[i : i + 1], keys[i], values[i])[0] for i in range(3)]))
 
 
+def test_append_of_two_tokens_to_one_place() -> None:
+    pool, new = (torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16)), torch.randn(2, 2, 16)
+    for item, last in ((0, 3), (1, 1)):  # a request's row twice, and a page of two requests
+        says = f"positions holds 5 of request 0 and 5 of request {item}, which are one place, page 1, row 1"
+        with pytest.raises(InvalidProblem, match=says):
+            fi.append_paged_kv_cache(new, new, ints(0, item), ints(5, 5), pool, ints(0, 1, 2, last), ints(0, 2, 4), ints(2, 2))
+        assert not pool[0].any()
+    fi.append_paged_kv_cache(new, new, ints(-1, -1), ints(-1, -1), pool, ints(0, 1, 2, 3), ints(0, 2, 4), ints(2, 2))
+
+
 def test_merged_states() -> None:
     q, k, v = torch.randn(5, 4, 16), torch.randn(9, 4, 16), torch.randn(9, 4, 16)
     parts = [true(q, k[s], v[s]) for s in (slice(4), slice(4, 6), slice(6, 9))]

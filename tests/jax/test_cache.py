@@ -214,3 +214,12 @@ def test_refusals() -> None:
         append_to_cache(q[:, :, :2], q[:, :, :2], k_cache, v_cache)
     with pytest.raises(InvalidProblem, match=r"k has shape \(4, 1, 4, 16\)"):
         append_to_cache(q, q, k_cache, v_cache, slots=used)
+    two = jnp.ones((2, 1, 2, 16))
+    nowhere = jnp.asarray([[-1], [-1]])
+    append_to_cache(two, two, k_cache, v_cache, slots=nowhere)
+    with pytest.raises(InvalidProblem, match="slots gives two new keys one place: page 1, row 1"):
+        append_to_cache(two, two, k_cache, v_cache, slots=jnp.full((2, 1), k_cache.shape[1] + 1))
+    shared, lengths = jnp.asarray([[3], [3]], jnp.int32), jnp.asarray([2, 2], jnp.int32)
+    with pytest.raises(InvalidProblem, match="page_table gives two new keys one place: page 3, row 2"):
+        append_to_cache(two, two, k_cache, v_cache, shared, seqused_k=lengths)
+    jax.jit(append_to_cache)(two, two, k_cache, v_cache, shared, seqused_k=lengths)  # whose numbers nobody sees

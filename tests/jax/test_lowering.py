@@ -12,11 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from flashtile import Alibi, AttentionProblem, Dropout, Mass, NotSupported
 from flashtile.audit.matrix import jobs_of, plan_of, problems, small_problems
-from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, reorder, target
+from flashtile.jax import (
+    dot_product_attention,
+    dot_product_attention_sharded,
+    dot_product_attention_varlen,
+    launch,
+    reorder,
+    target,
+)
 from flashtile.jax.launch import HANDLER, Seating, refusals, seat
 from flashtile.jax.reorder import ENTRY, reordered
 from flashtile.jax.step import Backward, Forward
@@ -103,6 +112,19 @@ WIDE = tuple(array(*x.shape, dtype=jnp.float32) for x in QKV)
 def test_a_program_for_an_h100(function: Callable[..., Any], arrays: Any, calls: int | None) -> None:
     found = lowered(function, *arrays).count(HANDLER)
     assert found == calls if calls is not None else found > 1
+
+
+@pytest.mark.parametrize("implementation", ["triton", "hopper"])
+def test_within_shard_map_kernels_store_parts_of_dk_and_dv_in_float32(implementation: str) -> None:
+    tokens = PartitionSpec(None, "cp")
+    part = jax.shard_map(
+        lambda *x: dot_product_attention_sharded(*x, axis_name="cp", is_causal=True, implementation=implementation),
+        mesh=Mesh(np.array(jax.devices()[:2]), ("cp",)), in_specs=(tokens,) * 3, out_specs=tokens,
+    )  # fmt: skip
+    text = lowered(jax.grad(lambda *x: part(*x).astype(jnp.float32).sum(), (0, 1, 2)), *QKV)
+    made = "".join(line.rpartition(" -> ")[2] for line in text.splitlines() if HANDLER in line)
+    assert made.count("tensor<2x256x2x64xf32>") == 2
+    assert "tensor<2x256x2x64xbf16>" not in made
 
 
 def test_float64_sums_lie_in_pairs_of_floats() -> None:

@@ -122,6 +122,31 @@ def test_what_is_no_number_stays_none(kind: torch.dtype) -> None:
     assert torch.equal(out[:, :-1], clean[:, :-1])
 
 
+def test_one_infinity_counts_by_its_sign(backend: str, place: torch.device) -> None:
+    """In a key a score of +inf makes NaN and one of -inf weighs 0, as in attention of 16 bits; in a value it is one in out."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 64) for n in (20, 32, 32))
+    options = Options(backend=backend)
+
+    def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        stored = [t.to(torch.float8_e5m2).to(place) for t in (k, v)]
+        return flashtile.attention(q.bfloat16().to(place), *stored, options=options)[0, :, 0].cpu()
+
+    others = torch.arange(32) != 3
+    for sign in (1, -1):
+        infinite = k.clone()
+        infinite[0, 3, 0, 5] = sign * float("inf")
+        out, seen = call(infinite, v), sign * q[0, :, 0, 5] > 0
+        assert 0 < seen.sum() < 20
+        assert out[seen].isnan().all()
+        torch.testing.assert_close(out[~seen], call(k[:, others], v[:, others])[~seen], rtol=2e-2, atol=2e-2)
+        infinite = v.clone()
+        infinite[0, 3, 0, 5] = sign * float("inf")
+        out = call(k, infinite)
+        assert (out[:, 5] == sign * float("inf")).all()
+        assert out[:, torch.arange(64) != 5].isfinite().all()
+
+
 def test_gradients_are_those_of_the_numbers() -> None:
     q, k, v = small()
     scale, sink = torch.rand(2, 2) + 0.5, torch.randn(4)

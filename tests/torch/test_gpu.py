@@ -84,6 +84,56 @@ def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Ste
         agree(made, step())
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_a_cuda_graph_that_appends_reads_new_lengths_and_tables(device: torch.device, backend: str | None) -> None:
+    """Between replays items grow over borders of pages, one gets another page, and one is rolled back."""
+    torch.manual_seed(0)
+    dense = torch.randn(2, 3, 48, 2, 64, device=device, dtype=torch.bfloat16)  # keys and values of three items
+    pools = torch.full((2, 10, 16, 2, 64), torch.nan, device=device, dtype=torch.bfloat16)
+    table = torch.tensor([[4, 1, 7], [0, 8, 3], [6, 2, 5]], dtype=torch.int32, device=device)
+    used = torch.tensor([5, 14, 30], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(3, 1, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    for item, count in enumerate(used.tolist()):
+        for row in range(count):
+            pools[:, table[item, row // 16], row % 16] = dense[:, item, row]
+
+    def step() -> torch.Tensor:
+        options = Options(backend=backend)
+        with torch.no_grad():
+            return flashtile.attention_cached(
+                q, pools[0], pools[1], table, seqused_k=used, append=(k, v), causal=True, options=options
+            )
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for time in range(16):
+        for tensor in (q, k, v):
+            tensor.normal_()
+        if time == 6:  # copied elsewhere, and poisoned where it was
+            pools[:, 9] = pools[:, 0]
+            pools[:, 0] = torch.nan
+            table[1, 0] = 9
+        if time == 9:
+            used[0] -= 7
+        graph.replay()
+        for item, count in enumerate(used.tolist()):
+            dense[:, item, count] = torch.stack([k[item, 0], v[item, 0]])
+            keys, values = (one[item : item + 1, : count + 1].float().repeat_interleave(2, 2) for one in dense)
+            p = torch.einsum("bqhd,bkhd->bhqk", q[item : item + 1].float(), keys).div(8).softmax(-1)
+            torch.testing.assert_close(
+                made[item : item + 1].float(), torch.einsum("bhqk,bkhd->bqhd", p, values), rtol=1e-2, atol=1e-2
+            )
+            held = pools[:, table[item].long()].flatten(1, 2)[:, : count + 1]
+            assert torch.equal(held, dense[:, item, : count + 1])
+        used += 1
+
+
 @EVERY
 @pytest.mark.usefixtures("_no_waiting")
 def test_the_host_never_waits(step: Step) -> None:

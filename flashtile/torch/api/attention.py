@@ -75,11 +75,11 @@ def attention(
         (batch, seqlen_k, heads_kv). None is 1. q_scale: likewise, of a q that is float8_e4m3fn, with
         Options(precision="fp8"). What is stored has no gradient; the others have those of 16-bit k and v.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse), or with `returns`
-    (out, `Statistics`). A query that sees no key gives out 0 and, without a sink, lse -inf. What no query of its item sees,
-    and padding, may hold NaN or Inf: it reaches nothing. One at a key that some query sees reaches that query, and may reach
-    others of its item and head from which the key is hidden: in v their out and gradients (0 times NaN is NaN), in k their
-    gradients alone.
+    Returns out (batch, seqlen_q, heads_q, head_dim_v), in q's dtype and memory order, or (out, lse), or with `returns` (out,
+    `Statistics`). Under autocast float32 q, k and v become autocast's dtype first, and so does out. A query that sees no key
+    gives out 0 and, without a sink, lse -inf. What no query of its item sees, and padding, may hold NaN or Inf: it reaches
+    nothing. One at a key that some query sees reaches that query, and may reach others of its item and head from which the
+    key is hidden: in v their out and gradients (0 times NaN is NaN), in k their gradients alone.
 
     Raises InvalidProblem for a request without meaning, NotSupported (with every backend's reason) for one that nothing
     here can run; both before any launch. Tangents (forward mode) and second derivatives are computed too, in O(seqlen)

@@ -20,7 +20,7 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.sharded import refuse_shards
 from flashtile.torch.context.attention import attention
 from flashtile.torch.context.context import Context
-from flashtile.torch.context.eagerly import eagerly
+from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.packing import APART, KV, QKV, Packing
 from flashtile.torch.execute.plain import is_compiling, is_distributed
 from flashtile.torch.routes.operator import ATTENTION, dense_strides, spread

@@ -45,10 +45,11 @@ def append_to_cache(
 
     Where v_cache is k_cache[..., :head_dim_v], v must be k[..., :head_dim_v], and v_scale k_scale: both are written once.
 
-    Returns q rotated, or None. A row that an item has no page for, a slot outside of the pools and a row that rotary's tables
-    lack raise InvalidProblem on the CPU; on a GPU the first two are written nowhere, and the last is NaN in the cache.
-    Two tokens of one slot: either may stay. A page of several items is written for all of them. Nothing is cast, under
-    autocast neither. Under torch.compile it is an operator that writes the pools in place.
+    Returns q rotated, or None. A row that an item has no page for, a slot outside of the pools, a row that rotary's tables
+    lack and two tokens of one slot raise InvalidProblem on the CPU. On a GPU nobody looks: the first two are written nowhere,
+    the third is NaN in the cache, and of the two tokens either stays. A page of several items is written for all of them, so
+    copy it before two of them write into it. Nothing is cast, under autocast neither. Under torch.compile it is an operator
+    that writes the pools in place.
     """
     packed = cu_seqlens is not None or (isinstance(slots, torch.Tensor) and slots.dim() == 1)
     tensors = k, v, k_cache, v_cache, page_table, seqused_k, slots, cu_seqlens, q

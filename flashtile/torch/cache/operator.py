@@ -75,9 +75,15 @@ def write_rows(
         if k.device.type == "cuda" or backend == "triton":  # the kernel finds the rows itself
             slots = None
             places = {n: t for n, t in zip(PLACES, (used, page_table, cu), strict=True) if t is not None}
-    elif k.device.type == "cpu" and bool(((slots < -1) | (slots >= count * size)).any()):
+    elif k.device.type == "cpu":
         odd = slots[(slots < -1) | (slots >= count * size)]
-        raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
+        if odd.numel():
+            raise InvalidProblem(f"slots names {int(odd[0])}; it must be from 0 to {count * size - 1}, or -1 for nowhere.")
+        if (two := repeated(slots)) is not None:
+            raise InvalidProblem(
+                f"slots names {int(slots.flatten()[two[0]])} for tokens {two[0]} and {two[1]}; each must have a slot of its "
+                "own, or -1 for nowhere."
+            )
     factors = {"k": new_scale(k_scale, k, cu), "v": new_scale(v_scale, v, cu)}
     if k.dim() == 3:
         k, v, slots = k[None], v[None], slots if slots is None else slots[None]
@@ -132,7 +138,8 @@ def slots_of(
 ) -> torch.Tensor:
     """Where each new token goes, int64: -1 where it belongs to no item, and, on a GPU, where an item has no page for it.
 
-    On the CPU the latter raises InvalidProblem, and so does a row that tables of `rotary_rows` rows lack.
+    On the CPU the latter raises InvalidProblem, and so do a row that tables of `rotary_rows` rows lack, and two tokens of one
+    slot.
     """
     batch, pages = used.shape[0], check_table(k_cache, page_table, used.shape[0], False)
     if cu is None:
@@ -168,7 +175,23 @@ def slots_of(
                 f"rotary's cos has {rotary_rows} rows and a new key stands in row {int(row[exists].max())} of its item; it "
                 "must have a row for each."
             )
-    return torch.where(good & exists, page * pages.page_size + row % pages.page_size, -1)
+    slots = torch.where(good & exists, page * pages.page_size + row % pages.page_size, -1)
+    if k.device.type == "cpu" and (two := repeated(slots)) is not None:
+        one, other = (int(item.flatten()[token]) for token in two)
+        place, within = divmod(int(slots.flatten()[two[0]]), pages.page_size)
+        raise InvalidProblem(
+            f"page_table gives two new keys, of items {one} and {other}, one place: page {place}, row {within}; each must have "
+            "its own: copy a page that items share before they write into it, and give each of them one."
+        )
+    return slots
+
+
+def repeated(slots: torch.Tensor) -> tuple[int, int] | None:
+    """Two tokens of one slot, or None; -1 is nowhere. The host waits for it."""
+    order = slots.flatten().argsort(stable=True)
+    ordered = slots.flatten()[order]
+    same = ((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).nonzero()
+    return (int(order[same[0]]), int(order[same[0] + 1])) if same.numel() else None
 
 
 def _fake_append(*_: Any) -> None:

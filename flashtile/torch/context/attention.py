@@ -25,7 +25,6 @@ from flashtile.torch.context.calls import Keys, call
 from flashtile.torch.context.collectives import Exchange, dealt, ordered, wider
 from flashtile.torch.context.context import TWO_AXES, Context, against_dropout, candidates, reach, refusals
 from flashtile.torch.context.described import described, numbers
-from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.heads import attend_heads
 from flashtile.torch.context.known import KNOWN, Known, key_of
@@ -33,6 +32,7 @@ from flashtile.torch.context.layout import Fetched, check_length, prefixes, runs
 from flashtile.torch.context.ring import Ring, attend_ring
 from flashtile.torch.context.shards import held
 from flashtile.torch.context.wanted import Wanted, against, wanted
+from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.plain import is_distributed, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 from flashtile.torch.routes.eager import prepare

@@ -12,8 +12,8 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.context.agree import agree, numbers_in, refused_together
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.documents import Documents
-from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.layout import check_length, grain, runs
+from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.plain import is_traced
 
 

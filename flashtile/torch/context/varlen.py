@@ -26,12 +26,12 @@ from flashtile.torch.context.attention import (
 from flashtile.torch.context.context import TWO_AXES, Context
 from flashtile.torch.context.described import described, numbers
 from flashtile.torch.context.documents import Documents
-from flashtile.torch.context.eagerly import eagerly
 from flashtile.torch.context.gathered import Part, attend_gathered
 from flashtile.torch.context.known import KNOWN, Known, key_of
 from flashtile.torch.context.layout import Fetched, Run, runs, seen_keys
 from flashtile.torch.context.shards import document_ids
 from flashtile.torch.context.wanted import PIECEWISE_SCORES, Wanted
+from flashtile.torch.execute.eagerly import eagerly
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

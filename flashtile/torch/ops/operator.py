@@ -35,7 +35,13 @@ from flashtile.torch.ops.call import (
     remember,
     wanted_of,
 )
-from flashtile.torch.routes.derivatives import is_dual_level, record_at_level, refuse_tangents, second_derivative
+from flashtile.torch.routes.derivatives import (
+    AN_OPERATOR_HAS_NONE,
+    is_dual_level,
+    record_at_level,
+    refuse_tangents,
+    second_derivative,
+)
 from flashtile.torch.routes.functional import one_by_one
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
 from flashtile.torch.routes.operator import below_autograd
@@ -231,7 +237,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise second_derivative(ctx.op, "autograd")
+        raise second_derivative(ctx.op, "autograd", AN_OPERATOR_HAS_NONE)
 
 
 def record_gradients(tensors: list[torch.Tensor], behind: list[torch.Tensor], *asked: Any) -> list[torch.Tensor]:
@@ -246,10 +252,12 @@ def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable
 
 
 ASKED = "str text, float[] floats, SymInt[] ints"
-COMPANION = define(f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell)
+COMPANION = define(
+    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE
+)
 BACKWARD = define(  # behind: nothing is read of them, but they lead to what gradients depend on, where no other tensor does
     f"companion_backward(Tensor[] tensors, Tensor[] behind, str held, str layout, SymInt[] sizes, {ASKED}) -> Tensor[]",
-    run_backward, fake_backward, record_gradients,
+    run_backward, fake_backward, record_gradients, remedy=AN_OPERATOR_HAS_NONE,
 )  # fmt: skip
 
 

@@ -15,6 +15,11 @@ from flashtile.plan.call import Problem
 from flashtile.torch.execute.inference_safe import lasting
 from flashtile.torch.execute.plain import is_compiling, is_wrapped, transforms
 
+# What torch.compile and dispatch modes see of a call.
+AN_OPERATOR_HAS_NONE = (
+    "an operator of torch.library has none: call outside of dispatch modes, and of torch.compile, without its fullgraph=True "
+    "or under torch.compiler.set_stance('force_eager')"
+)
 NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to make than tensors
 
 
@@ -133,11 +138,14 @@ def is_dual_level() -> bool:
     return forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
 
 
-def refuse_tangents(what: str | Problem, backend: str, given: Iterable[tuple[str, Any]]) -> None:
-    """Raise NotSupported where one of the named tensors has a tangent, which nothing but its memory would be read of."""
+def refuse_tangents(what: str | Problem, backend: str, given: Iterable[tuple[str, Any]], remedy: str = "") -> None:
+    """Raise NotSupported where one of the named tensors has a tangent, which nothing but its memory would be read of.
+
+    remedy: what the refusal says besides.
+    """
     for name, tensor in given:
         if isinstance(tensor, torch.Tensor) and _has_tangent(tensor):
-            raise _forward_mode(f"{what if isinstance(what, str) else what.spell()} by {name}", backend)
+            raise _forward_mode(f"{what if isinstance(what, str) else what.spell()} by {name}", backend, remedy)
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
@@ -157,6 +165,7 @@ class ReverseMode(torch.autograd.Function):
         raise _forward_mode("this call", "autograd")
 
 
-def _forward_mode(what: str, backend: str) -> NotSupported:
+def _forward_mode(what: str, backend: str, remedy: str = "") -> NotSupported:
     reason = "tangents are not implemented; use reverse mode, such as torch.autograd.grad or torch.func.vjp"
+    reason += f"; {remedy}" if remedy else ""
     return NotSupported(f"forward-mode differentiation of {what}", {backend: [reason]})

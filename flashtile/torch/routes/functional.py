@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from flashtile.errors import NotSupported
 from flashtile.torch.execute.directed import second_derivatives, tangents
+from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
 from flashtile.torch.routes.derivatives import is_dual_level, is_mapped
@@ -126,6 +127,7 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
     return False
 
 
+@eagerly  # where graphs have ended, torch.compile would trace what runs behind operators, too
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
     """(out, lse, residual), as the operator gives them; of duals of the innermost level without residual."""
     runs, given = Asked(*asked), (q, k, v, *others)

@@ -19,12 +19,12 @@ _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], record: Callable[..., Any] | None = None,
-    told: Callable[..., tuple[str, Iterable[tuple[str, torch.Tensor]]]] | None = None,
+    told: Callable[..., tuple[str, Iterable[tuple[str, torch.Tensor]]]] | None = None, remedy: str = "",
 ) -> torch._ops.OpOverload:  # fmt: skip
     """The operator of a schema: what computes it on any device, what its outputs look like, and what records it for autograd.
 
     Without `record` autograd passes it by, and gradients of its outputs are the caller's business. told: what of a call's
-    arguments a refusal of tangents says: (what is computed, tensors by their names).
+    arguments a refusal of tangents says: (what is computed, tensors by their names). remedy: what it says besides.
 
     Not `torch.library.register_autograd`, which goes through Python twice more at every call, in compiled graphs too. Where
     nothing is recorded and none but a backend comes next, as in compiled graphs, that runs at once: one step through the
@@ -43,7 +43,7 @@ def define(
         if is_dual_level():
             tensors = [t for some in given for t in (some if isinstance(some, list) else (some,))]
             what, named = told(*given) if told else (name, ((f"argument {i}", t) for i, t in enumerate(tensors)))
-            refuse_tangents(what, "autograd", named)
+            refuse_tangents(what, "autograd", named, remedy)
         if torch.is_grad_enabled():
             return record(*given)
         below = keyset & torch._C._after_ADInplaceOrView_keyset

@@ -31,7 +31,13 @@ from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
-from flashtile.torch.routes.derivatives import is_dual_level, record_at_level, refuse_tangents, second_derivative
+from flashtile.torch.routes.derivatives import (
+    AN_OPERATOR_HAS_NONE,
+    is_dual_level,
+    record_at_level,
+    refuse_tangents,
+    second_derivative,
+)
 from flashtile.torch.routes.library import define
 from flashtile.torch.routes.request import Named, Request, read
 
@@ -387,7 +393,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise second_derivative("attention", "autograd")
+        raise second_derivative("attention", "autograd", AN_OPERATOR_HAS_NONE)
 
 
 def record_gradients(*given: Any) -> list[torch.Tensor]:
@@ -396,10 +402,12 @@ def record_gradients(*given: Any) -> list[torch.Tensor]:
     return list(record_at_level(_Gradients, given, dout, dlse, q, k, v, *others, out, lse, residual))
 
 
-ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, record)
+ATTENTION = define(
+    f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, record, remedy=AN_OPERATOR_HAS_NONE
+)
 BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
-    run_backward, fake_backward, record_gradients,
+    run_backward, fake_backward, record_gradients, remedy=AN_OPERATOR_HAS_NONE,
 )  # fmt: skip
 TANGENT = define(
     f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor, Tensor, Tensor)", run_tangent, fake_tangent

@@ -1,4 +1,4 @@
-"""Functions in front of which torch.compile ends its graph: what ranks exchange is no part of one."""
+"""Functions in front of which torch.compile ends its graph, and which it does not look into."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-REASON = "attention over ranks runs eagerly: ranks agree about a call before they exchange anything"
+REASON = "attention over ranks, which agree before they exchange anything, and attention with tangents run eagerly"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

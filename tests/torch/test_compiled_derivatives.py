@@ -1,0 +1,78 @@
+"""Steps that differentiate a model twice, compiled: equal to the eager ones, or an error that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import NotSupported, ops
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor, Model], torch.Tensor]
+
+
+def parts() -> tuple[list[torch.Tensor], Model, torch.Tensor]:
+    """Parameters, a norm and attention of them, and tokens."""
+    generator = torch.Generator().manual_seed(0)
+    project = torch.randn(16, 48, generator=generator).requires_grad_()
+    weight = torch.rand(16, generator=generator).requires_grad_()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (ops.rms_norm(x, weight) @ project).view(*x.shape[:2], 3, 2, 8).unbind(2)
+        return x + flashtile.attention(q, k, v, causal=True).flatten(2)
+
+    return [project, weight], model, torch.randn(2, 9, 16, generator=generator)
+
+
+def mean_flow(x: torch.Tensor, v: torch.Tensor, model: Model) -> torch.Tensor:
+    """Its change reaches the gradients, too, which arXiv 2505.13447 detaches."""
+    out, change = torch.func.jvp(model, (x,), (v,))  # pyright: ignore[reportAssignmentType, reportUnknownVariableType]
+    return (out - v + 0.5 * change).square().mean()
+
+
+def penalty(x: torch.Tensor, v: torch.Tensor, model: Model) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad((model(x) * v).sum(), x, create_graph=True)
+    return (slope.flatten(1).norm(dim=1) - 1.0).square().mean()
+
+
+def stepped(loss: Loss) -> tuple[torch.Tensor, ...]:
+    """The loss and the parameters' gradients."""
+    parameters, model, x = parts()
+    value = loss(x, x.flip(1), model)
+    return value.detach(), *torch.autograd.grad(value, parameters)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_mean_flow_step_is_the_eager_one() -> None:
+    """Where graphs may end: at what brings tangents of its own."""
+    expected = stepped(mean_flow)
+    assert all(t.any() for t in expected)
+    for _ in range(2):  # what has been compiled by then, too
+        for found, truth in zip(stepped(torch.compile(mean_flow, backend="aot_eager")), expected, strict=True):
+            torch.testing.assert_close(found, truth)
+
+
+def test_a_whole_graph_refuses_a_mean_flow_step() -> None:
+    with pytest.raises(Exception, match=r"(?s)forward-mode differentiation of .*fullgraph"):
+        stepped(torch.compile(mean_flow, backend="aot_eager", fullgraph=True))
+
+
+def test_a_penalty_refuses_and_is_right_where_its_step_is_eager() -> None:
+    """PyTorch differentiates no backward that AOTAutograd made, ours or plain; a graph that runs as it was traced is ours."""
+    step = torch.compile(penalty, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        stepped(step)
+    torch._dynamo.reset()
+    with pytest.raises(NotSupported, match=r"(?s)second derivative of .*set_stance\('force_eager'\)"):
+        stepped(torch.compile(penalty, backend="eager"))
+    with torch.compiler.set_stance("force_eager"):
+        for found, truth in zip(stepped(step), stepped(penalty), strict=True):
+            torch.testing.assert_close(found, truth)
