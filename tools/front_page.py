@@ -124,6 +124,11 @@ def slower(folder: Path) -> str:
     )
     add("decoding one query, items of equal lengths", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
+    head = script_tables.head_rows(folder)
+    ours, theirs = head["flashtile"], head["compiled"]
+    share, memory = float(theirs["ms"]) / float(ours["ms"]), float(ours["peak_mb"]) / float(theirs["peak_mb"])
+    add("`linear_cross_entropy`, both passes", f"{share:.2f}x, in {memory:.2f} of the memory", "torch.compile", [ours, theirs],
+        "H200")  # fmt: skip
     for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", MODELS)):
         results = read_bench(folder / f"{stem}.csv")
         add(name or shapes.told(results), _both(results), shapes.peers(results), shapes.measured(results), "H200")

@@ -49,7 +49,8 @@ FILES = {  # file -> what its rows are
     "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
     "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
     "the old way, `ABREAST=1`.",
-    "cached-queries-h200": "Several queries, lognormal lengths, a window: `benchmarks/cached.py`. SDPA is "
+    "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, which "
+    "has newer rows of most: `benchmarks/cached.py`. SDPA is "
     "given a mask where items differ or queries are several, and of a window its keys alone.",
     "generation-h200": "transformers' `generate` of a Llama of 1B's shape with random weights and a static "
     "cache of `keys` places: `python -m benchmarks generation --sections generate --compile`. `of_sdpa`: "
@@ -436,6 +437,29 @@ def window_decoding(folder: Path) -> str:
     """The same beside a window: a few words of docs/limits.md."""
     (row,) = (row for row in decoding_rows(folder) if row["window"] and row["provider"] == "flashtile/contiguous")
     return f"{float(row['of_best']):.2f}"
+
+
+def drafts(folder: Path) -> str:
+    """Four queries of each of 64 items over a contiguous cache, the newest row: a few words of docs/limits.md."""
+    every = read(folder / "cached-hopper-turned-h200.csv")
+    asked = [row for row in every if (row["queries"], row["batch"], row["provider"]) == ("4", "64", "flashtile/contiguous")]
+    row = max(asked, key=lambda row: row["date"])
+    return f"{float(row['us']):.0f} us, {float(row['of_best']):.1f} times SDPA's best speed"
+
+
+def head_rows(folder: Path) -> dict[str, Row]:
+    """linear_cross_entropy and its peer by provider, on an H200."""
+    return {row["provider"]: row for row in read(folder / "companions-h200.csv") if row["section"] == "head"}
+
+
+def head(folder: Path) -> str:
+    """What linear_cross_entropy takes, by default and with all logits kept, beside torch.compile."""
+    rows = head_rows(folder)
+    ours, stored, theirs = (
+        f"{float(rows[who]['ms']):.1f} ms and {int(rows[who]['peak_mb']):,} MiB"
+        for who in ("flashtile", "flashtile/stored", "compiled")
+    )
+    return f"{ours}; with all logits kept {stored}; torch.compile's {theirs}"
 
 
 def decoding(folder: Path) -> str:

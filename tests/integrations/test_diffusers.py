@@ -127,3 +127,30 @@ def test_what_it_cannot_do_raises(calls: list[Any]) -> None:
     with pytest.raises(InvalidProblem, match="lower case"):
         ours.register("Flashtile")
     assert not calls
+
+
+def test_a_unet_is_reached_by_override_alone(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stable Diffusion's processors call SDPA themselves: docs/pytorch.md says what to do, for nothing else tells a caller."""
+    from diffusers import UNet2DConditionModel
+
+    from flashtile.compat import sdpa
+
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(32, 32), norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32, attention_head_dim=8,
+    )  # fmt: skip
+    given = torch.randn(1, 4, 8, 8), 1, torch.randn(1, 77, 32)
+    expected = model(*given).sample
+    model.set_attention_backend("flashtile")
+    assert torch.equal(model(*given).sample, expected)
+    assert not calls
+    keys: list[int] = []
+    original = sdpa.attention
+    monkeypatch.setattr(sdpa, "attention", lambda q, k, v, **named: (keys.append(k.shape[1]), original(q, k, v, **named))[1])
+    with sdpa.Override():
+        torch.testing.assert_close(model(*given).sample, expected)
+    layers = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    assert keys.count(77) == layers.count("attn2") > 0
+    assert len(keys) == layers.count("attn1") + layers.count("attn2")
