@@ -92,6 +92,7 @@ FILES = {  # file -> what its rows are
     "fuzz-h200": "Runs of `flashtile fuzz`, which draws whole problems and judges them against float64: `tools/fuzz_rows.py`. "
     "`close`: above what is allowed with these data, within it with most others; `new`: kernels that no row before had. "
     "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse.",
+    "fuzz-cpu": "The same on a CPU, by one process beside other work.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the rows. Behind it what else must be known of them
