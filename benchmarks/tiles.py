@@ -1,7 +1,8 @@
 """Every tile that the planner can choose, in every pass and beside every feature, once on a GPU against float64.
 
     python benchmarks/tiles.py [--list sm90] [--known CSV ...] [--backend triton hopper] [--dtype bf16 ...] [--together]
-                               [--only TEXT] [--part 1/4] [--budget 1200] [--output benchmarks/results/tiles.csv]
+                               [--passes attention ...] [--only TEXT] [--part 1/4] [--budget 1200]
+                               [--output benchmarks/results/tiles.csv]
 
 Problems of every dtype, precision, pair of padded head dims, size class and feature, alone and in the pairs that rules ask
 about, are planned for the GPU at hand: so the list comes from the planner, and from its rules and tuned tables whatever they
@@ -11,7 +12,9 @@ each tile at each of its head dims (`shows`): head dims times features would be 
 rules or tables have for this GPU and that no problem met are named at the end.
 --list: only write the rows, for a GPU that need not be there. --known: what these files have as run and right under the
 Triton that is installed is left out; with --list nothing is written then, but what they lack is counted, and the exit status
-is 1 if there is a tile that no row has, with whatever features. --part: every fourth of the cases to run, from the first.
+is 1 if there is a tile that no row has, with whatever features. --passes: what else is planned of the same problems, to be
+listed alone: a case is a forward and a backward, which is what can be run here; of a cache one and eight queries, in pages and
+without, of the problem's dtype. --part: every fourth of the cases to run, from the first.
 Otherwise the exit status is 1 if anything failed.
 """
 
@@ -22,6 +25,7 @@ import csv
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,10 @@ from flashtile.fuzz import tiles as choosable
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import forget, place, settled
 from flashtile.fuzz.planned import plans_of, problem_of
-from flashtile.plan.call import KernelCall
+from flashtile.plan.backend import Direction
+from flashtile.plan.call import KernelCall, Plan
 from flashtile.plan.device import NAMED, Device, named
+from flashtile.problem.cache import CachedProblem, Pages, default_split
 from flashtile.torch.execute.bound import device_of
 from flashtile.triton_glue.language import VERSION
 
@@ -88,6 +94,14 @@ BACKWARDS: dict[str, dict[str, Any]] = {
 KINDS = ("bf16", "fp16", "tf32x3", "tf32", "ieee")  # 16-bit dtypes, and fp32's precisions
 IN_EVERY_MASK = ("plain",)
 OF_FP16 = ("plain", "dropout", "predicate")  # whose tiles are bf16's
+ATTENTION = "attention"  # forward and backward
+DIRECTIONS = {
+    "tangent": Direction(moved=frozenset("qkv")),
+    "second": Direction(frozenset("qkv"), frozenset({"dout", "tdout"}), frozenset("qkv")),
+    "statistics": Direction(wanted=frozenset({"peak", "entropy", "mass"})),
+    "entropy": Direction(wanted=frozenset("qk")),
+}
+PASSES = (ATTENTION, *DIRECTIONS, "cached")
 RUN = ("right", "close")  # close: beyond the rule by luck, and right with other seeds
 ROWS = ("attention_delta", "attention_convert", "attention_rows", "attention_dq")  # passes whose tile is not chosen
 
@@ -145,15 +159,28 @@ def grid(backend: str, kind: str, dims: tuple[int, int], together: bool) -> Iter
                     yield mask, features, replace(base, **{**size, **MASKS[mask], **changes, **how})
 
 
-def meetings(kind: str, mask: str, features: str, case: Case, device: Device) -> list[Meeting]:
+def plans(case: Case, device: Device, which: str) -> Iterator[Plan]:
+    """The plans of a pass of a case; none where it is refused."""
+    with suppress(NotSupported):
+        if which == ATTENTION:
+            yield from plans_of(case, device)
+        elif which in DIRECTIONS:
+            yield dispatch.plan_pass(which, problem_of(case), device, DIRECTIONS[which], case.backend)
+    for queries in (1, 8) if which == "cached" and not case.dropout else ():
+        for size in (64, case.seqlen_k):
+            columns = -(-case.seqlen_k // size)
+            pages = Pages(case.batch * columns, size, columns, table=columns > 1)
+            with suppress(NotSupported):
+                problem = problem_of(replace(case, seqlen_q=queries, used="k", upstream="none"))
+                cached = CachedProblem(problem, pages, default_split(problem, pages))
+                yield dispatch.plan_cached(cached, device, case.backend)
+
+
+def meetings(kind: str, mask: str, features: str, case: Case, device: Device, passes: Sequence[str]) -> list[Meeting]:
     """What a case meets; nothing where it is refused."""
-    try:
-        plans = plans_of(case, device)
-    except NotSupported:
-        return []
+    found: list[Meeting] = []
     columns = f"{case.head_dim}x{case.head_dim_v}"
-    found = []
-    for plan in plans:
+    for plan in (plan for which in passes for plan in plans(case, device, which)):
         for call in (call for call in plan.calls if isinstance(call, KernelCall)):
             tile = dict(call.constants).get("T")
             if tile is None or call.kernel.fn.__name__ in ROWS:
@@ -173,12 +200,14 @@ def spelled(tile: Any, call: KernelCall) -> str:
     return " ".join([*words, f"warps={call.num_warps}", f"stages={call.num_stages}"])
 
 
-def listed(backend: str, kind: str, dims: tuple[int, int], device: Device, together: bool) -> list[tuple[str, list[Meeting]]]:
+def listed(
+    backend: str, kind: str, dims: tuple[int, int], device: Device, together: bool, passes: Sequence[str]
+) -> list[tuple[str, list[Meeting]]]:
     """The lines of cases of these head dims that meet something new, with that."""
     met: set[Meeting] = set()
     made: list[tuple[str, list[Meeting]]] = []
     for mask, features, case in grid(backend, kind, dims, together):
-        new = [meeting for meeting in meetings(kind, mask, features, case, device) if meeting not in met]
+        new = [meeting for meeting in meetings(kind, mask, features, case, device, passes) if meeting not in met]
         if new:
             met.update(new)
             made.append((case.spell(), new))
@@ -186,10 +215,12 @@ def listed(backend: str, kind: str, dims: tuple[int, int], device: Device, toget
     return made
 
 
-def chosen_cases(backends: list[str], kinds: list[str], device: Device, ends: float, together: bool) -> Meetings:
+def chosen_cases(
+    backends: list[str], kinds: list[str], device: Device, ends: float, together: bool, passes: Sequence[str]
+) -> Meetings:
     """The same of all head dims, planned in parallel processes."""
     jobs = [
-        (backend, kind, dims, device, together)
+        (backend, kind, dims, device, together, passes)
         for backend in backends
         for kind in kinds
         for dims in DIMS
@@ -299,6 +330,9 @@ class Tiles(Judged):
         parser.add_argument(
             "--together", action="store_true", help="all pairs of TOGETHER, not those alone that rules ask about"
         )
+        parser.add_argument(
+            "--passes", nargs="+", choices=PASSES, default=[ATTENTION], help="others than attention with --list alone"
+        )
         parser.add_argument("--only", default="", metavar="TEXT", help="meetings whose row holds this")
         parser.add_argument("--part", default="1/1", help="which of how many equal parts of the cases")
         parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="CSV", help="rows of earlier runs, left out")
@@ -308,6 +342,10 @@ class Tiles(Judged):
         part, _, parts = chosen.part.partition("/")
         if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
             parser.error(f"--part is {chosen.part}; it must be like 1/4")
+        if chosen.passes != [ATTENTION] and (chosen.list is None or chosen.known):
+            parser.error(
+                f"--passes are {' '.join(chosen.passes)}; without --list, or with --known, it must be {ATTENTION} alone"
+            )
         if chosen.list is None:
             need_gpu(parser)
         elif chosen.known:
@@ -324,10 +362,11 @@ class Tiles(Judged):
         """All cases, with what they meet."""
         chosen, device = self.chosen, device_of(self.device()) if self.chosen.list is None else named(self.chosen.list)
         begun = time.monotonic()
-        made = chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together)
+        made = chosen_cases(chosen.backend, chosen.dtype, device, begun + chosen.budget, chosen.together, chosen.passes)
         print(f"{sum(map(len, made.values()))} meetings in {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
-        missing = unmet(made, device)
-        print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
+        if chosen.passes == [ATTENTION]:
+            missing = unmet(made, device)
+            print(f"{len(missing)} tiles are in tables and met by nothing: {'; '.join(missing)}", flush=True)
         return made
 
     def cells(self) -> list[tuple[str]]:

@@ -133,6 +133,22 @@ def test_a_training_step_s_table_is_what_the_rows_say() -> None:
     assert line.endswith(f" {ms['fa4'] / ms['flashtile/hopper']:.2f}x |")
 
 
+def test_builds_are_told_of_by_rows_of_several_processes(tmp_path: Path) -> None:
+    """A row of one process is no word on a build; the worst host's time stands with how far the base lies apart."""
+    rows = ["cell,pass,unit,of_base,spread,starts,commit"]
+    rows += [f"costs-{name},{which},ms,{ratio},1.01,5,abc" for name in ("bias", "dropout")
+             for which, ratio in (("forward", 1.25), ("backward", 1.5))]  # fmt: skip
+    rows += ["host,forward,host_us,3.0,1.5,1,old", "costs-bias,forward,ms,3.0,1.5,1,old"]
+    rows += [
+        f"host-{i},both,host_us,{ratio},{spread},5,abc" for i, (ratio, spread) in enumerate(((1.2, 1.3), (0.9, 1.1), (1.1, 1)))
+    ]
+    (tmp_path / "builds-h200.csv").write_text("\n".join(rows))
+    said = script_tables.builds(tmp_path).replace("\n", " ")
+    assert "with a bias take 1.250 and 1.500 of their time at c6ffcb5" in said
+    assert "abc, medians of 5 processes" in said
+    assert "0.900 to 1.100 of c6ffcb5's in 2 cases, and 1.200 in one, where c6ffcb5's own processes lie 1.300 apart" in said
+
+
 def test_what_is_behind_a_peer_begins_with_the_least_figures_of_the_table() -> None:
     """The first row of README's table has the least of each pass; what is below 1 there is named, and nothing else."""
     folder = ROOT / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""Runs of `flashtile fuzz` on a GPU as rows of benchmarks/results/fuzz-h200.csv, and what the docs say of them.
+"""Runs of `flashtile fuzz` as rows of benchmarks/results/fuzz-h200.csv and fuzz-cpu.csv, and what the docs say of them.
 
     python tools/fuzz_rows.py --commit HASH SUMMARY ...
 
@@ -18,16 +18,17 @@ from textwrap import fill
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-NAME = "fuzz-h200"
+NAMES = {"NVIDIA H200": "fuzz-h200"}  # of files, by device
+ON_CPU = "fuzz-cpu"  # whatever CPU it is
 DIGITS = 8
 STATUS = ("right", "close", "refused", "wrong")
 COUNTS = ("seconds", "variants", "cases", *STATUS, "kernels", "new")
 COLUMNS: tuple[str, ...] = ("seed", "backends", *COUNTS, "device", "torch", "triton", "date", "commit")
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """The rows so far."""
-    path = folder / f"{NAME}.csv"
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    """The rows so far of a file."""
+    path = folder / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -35,15 +36,23 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def add(folder: Path, sessions: Sequence[dict[str, Any]], commit: str) -> int:
-    """Add sessions to a folder's rows, the oldest first; how many had none."""
-    rows, kept = rows_of(folder), folder / f"{NAME}.kernels"
+    """Add sessions to the rows of their devices' files, the oldest first; how many had none."""
+    files: dict[str, list[dict[str, Any]]] = {}
+    for session in sorted(sessions, key=lambda s: s["date"]):
+        device = session["machine"].rsplit(", ", 2)[0]
+        files.setdefault(NAMES.get(device, ON_CPU), []).append(session)
+    return sum(_add(folder, name, own, commit) for name, own in files.items())
+
+
+def _add(folder: Path, name: str, sessions: Sequence[dict[str, Any]], commit: str) -> int:
+    rows, kept = rows_of(folder, name), folder / f"{name}.kernels"
     known = set(kept.read_text().split()) if kept.exists() else set()
     there, before = {(row["date"], row["seed"]) for row in rows}, len(rows)
-    for session in sorted(sessions, key=lambda s: s["date"]):
+    for session in sessions:
         if (session["date"], str(session["seed"])) in there:
             continue
         kernels = {name[:DIGITS] for name in session["kernels"]}
-        device, torch, triton = session["machine"].split(", ")
+        device, torch, triton = session["machine"].rsplit(", ", 2)
         counts = {name: session["status"].get(name, 0) for name in STATUS} | {"wrong": len(session["wrong"])}
         counts |= {name: session[name] for name in ("seconds", "variants", "cases")}
         counts |= {"kernels": len(kernels), "new": len(kernels - known)}
@@ -53,24 +62,46 @@ def add(folder: Path, sessions: Sequence[dict[str, Any]], commit: str) -> int:
             "triton": triton.removeprefix("triton "), "date": session["date"], "commit": commit,
         })  # fmt: skip
         known |= kernels
-    with (folder / f"{NAME}.csv").open("w", newline="") as file:
+    with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     names = sorted(known)
-    kept.write_text("".join(" ".join(names[at : at + 14]) + "\n" for at in range(0, len(names), 14)))
+    if names:
+        kept.write_text("".join(" ".join(names[at : at + 14]) + "\n" for at in range(0, len(names), 14)))
     return len(rows) - before
 
 
 def sentence(folder: Path) -> str:
-    """What all rows amount to."""
-    rows = rows_of(folder)
-    total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
+    """What all rows amount to, on a GPU and on a CPU."""
+    said = list[str]()
+    for name, where in ((NAMES["NVIDIA H200"], "On an H200"), (ON_CPU, "On a CPU")):
+        rows = rows_of(folder, name)
+        total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
+        runs = f"{len(rows)} run{'s' * (len(rows) != 1)}"
+        runs += f", of {total['new']:,} distinct kernels," if total["new"] else ""
+        told = (
+            f"{where} `flashtile fuzz` drew {total['cases']:,} whole problems in {runs} and judged each that runs against "
+            f"float64 ([rows](benchmarks/others.md#{name})). {total['right']:,} were right, and {total['close']} a little off "
+            f"but right with most other data. {total['refused']:,} were refused with a reason. {total['wrong']} were wrong"
+            f"{', and are in the changelog' if total['wrong'] else ''}."
+        )
+        said += [fill(told, 120)] if rows else []
+    return "\n\n".join(said)
+
+
+def tiles(folder: Path) -> str:
+    """What `benchmarks/tiles.py` has run."""
+    with (folder / "tiles-h200.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    was = {status: sum(row["status"] == status for row in rows) for status in STATUS}
     said = (
-        f"On an H200 `flashtile fuzz` drew {total['cases']:,} whole problems in {len(rows)} runs, of {total['new']:,} distinct "
-        f"kernels, and judged each against float64 ([rows](benchmarks/others.md#{NAME})). {total['right']:,} were right, and "
-        f"{total['close']} a little off but right with most other data. {total['refused']:,} were refused with a reason. "
-        f"{total['wrong']} were wrong, and are in the changelog."
+        "`benchmarks/tiles.py` asks the planner for tiles beside features. An H200 ran "
+        f"{len(rows):,} of their meetings in forwards, backwards and what computes rows of large scores again "
+        f"(`benchmarks/results/tiles-h200.csv`): {was['right']:,} were right, {was['close']} a little off but right with most "
+        f"other data, {was['wrong']} wrong. With `--passes` it lists those of tangents, second derivatives, statistics, the "
+        "entropy's gradient and caches. No GPU has run that list whole: their kernels ran in tests, benchmarks and drawn "
+        "calls. Caches of 8 bits are not in it."
     )
     return fill(said, 120)
 

@@ -161,7 +161,7 @@ def support(proof: Iterable[Evidence]) -> str:
     rows, refused, left = matrix(tuple(proof))
     header = ("| feature | " + " | ".join(("cpu", *TARGETS)) + " |", "| --- |" + " --- |" * (1 + len(TARGETS)))
     lines += support_tables.grouped(header, {name: f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()})
-    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS)]
+    lines += ["", "## Drawn problems", "", fuzz_rows.sentence(RESULTS), "", fuzz_rows.tiles(RESULTS)]
     lines += ["", "## A key/value cache", "", *cache_rows.table(RESULTS)]
     lines += support_tables.refusals(refused)
     lines += support_tables.left(left)
@@ -235,6 +235,7 @@ def limits(text: str) -> str:
     text = replaced(text, "drafts", script_tables.drafts(RESULTS))
     text = replaced(text, "head", script_tables.head(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
+    text = replaced(text, "builds", "\n" + script_tables.builds(RESULTS) + "\n")
     text = replaced(text, "statistics", "\n" + script_tables.statistics(RESULTS))
     text = replaced(text, "latent", "\n" + script_tables.latent(RESULTS))
     text = caches(replaced(text, "cpuwindow", script_tables.cpu_window(RESULTS)))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
+from textwrap import fill
 
 from flashtile.bench.result import read as read_bench
 from tools import shapes
@@ -84,11 +85,14 @@ FILES = {  # file -> what its rows are
     "`efficiency`: one GPU's time over twice that of two. "
     "Where a shape and a way have several rows, the last is the newest. Rows of 60c0d2e3 attend 16k tokens by 2 and 4 groups "
     "of heads, which are 1 since, because causal backwards of few heads end with one long program.",
-    "builds-h200": "Two builds in turns, 2fce4727 beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this one's time "
-    "over the other's, whose rounds lie `spread` apart. `costs-exact-delta`: with `Options(delta='exact')` beside none.",
+    "builds-h200": "Two builds in turns, that of a row's commit beside c6ffcb5: `python -m benchmarks builds`. `of_base`: this "
+    "one's time over the other's. `starts`: processes of each build; `spread`: how far the base's lie apart, or where it has "
+    "one process that one's rounds. `costs-exact-delta`: with `Options(delta='exact')` beside none. `host`: microseconds of "
+    "the host for a call, forward alone (`forward`) or with its backward (`both`).",
     "fuzz-h200": "Runs of `flashtile fuzz`, which draws whole problems and judges them against float64: `tools/fuzz_rows.py`. "
     "`close`: above what is allowed with these data, within it with most others; `new`: kernels that no row before had. "
     "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse.",
+    "fuzz-cpu": "The same on a CPU, by one process beside other work.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
 NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the rows. Behind it what else must be known of them
@@ -272,6 +276,24 @@ def first_calls(folder: Path) -> str:
 
     cards = (("h100", "an H100"), ("h200", "an H200"))
     return " and ".join(f"{seconds(card, 'cold')} on {name} ({seconds(card, 'warm')} from disk)" for card, name in cards)
+
+
+def builds(folder: Path) -> str:
+    """What builds that were started several times take of the time of an earlier one's: a part of docs/limits.md."""
+    rows = [row for row in read(folder / "builds-h200.csv") if int(row["starts"]) > 1]
+    told = {(row["cell"], row["pass"]): f"{float(row['of_base']):.3f}" for row in rows}
+    *others, worst = sorted((row for row in rows if row["unit"] == "host_us"), key=lambda row: float(row["of_base"]))
+    least, most = (f"{float(row['of_base']):.3f}" for row in (others[0], others[-1]))
+    starts, commit = (" and ".join(sorted({row[name] for row in rows})) for name in ("starts", "commit"))
+    of = {name: " and ".join(told[f"costs-{name}", which] for which in ("forward", "backward")) for name in ("bias", "dropout")}
+    return fill(
+        f"On an H200 forward and backward with a bias take {of['bias']} of their time at c6ffcb5, with dropout {of['dropout']} "
+        f"(causal; {commit}, medians of {starts} processes a build). The kernels of a bias are the same. What is new are "
+        "launches behind them, which compute rows again whose scores reach 10^3. The host's time of a small call is "
+        f"{least} to {most} of c6ffcb5's in {len(others)} cases, and {float(worst['of_base']):.3f} in one, where c6ffcb5's own "
+        f"processes lie {float(worst['spread']):.3f} apart ([rows](benchmarks/others.md#builds-h200)).",
+        120,
+    )
 
 
 def latent(folder: Path) -> str:

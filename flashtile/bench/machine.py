@@ -16,7 +16,7 @@ from flashtile.triton_glue import language as _triton
 def facts(device: torch.device) -> dict[str, str]:
     """Device and versions, as text; empty where there is none."""
     return {
-        "device": _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "device": cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "driver": "" if device.type == "cpu" else _driver(),
         "torch": torch.__version__,
         "triton": _triton.VERSION or "",
@@ -26,7 +26,7 @@ def facts(device: torch.device) -> dict[str, str]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

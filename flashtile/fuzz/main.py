@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from flashtile import __version__, dispatch
+from flashtile.bench.machine import cpu_name
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import place, settled
@@ -207,7 +208,7 @@ def means_of(backend: str) -> str:
 
 
 def machine() -> str:
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     return f"{where}, torch {torch.__version__}, triton {_triton.VERSION}{' interpreted' if _triton.INTERPRETED else ''}"
 
 

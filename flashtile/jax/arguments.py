@@ -102,12 +102,17 @@ def lengths_of(name: str, given: Any, size: int | None = None) -> Any:
     """int32 (size,), or of at least one number where the size is not known; from integers of any kind, also as a list."""
     if given is None:
         return None
-    given = array(name, within_32_bits(given))
+    given = integers(name, given)
     fits = given.shape == (size,) if size is not None else given.ndim == 1 and given.shape[0] > 0
     if given.dtype != jnp.int32 or not fits:
         wanted = "of one axis, not empty" if size is None else f"of shape ({size},)"
         raise InvalidProblem(f"{name} is {given.dtype} of shape {given.shape}; it must be int32, {wanted}.")
     return given
+
+
+def integers(name: str, given: Any) -> Any:
+    """An array, of int32 where it has integers of any kind: jax_enable_x64 makes int64 of lists."""
+    return within_32_bits(array(name, within_32_bits(given)))
 
 
 def within_32_bits(given: Any) -> Any:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.scores.softcap import Softcap
+from flashtile.jax.arguments import integers
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.run import NAMES, run
 from flashtile.plan.buffers import cached_buffers
@@ -125,10 +126,11 @@ def attention_cached(
     if k_cache.shape[3] != head_dim:
         raise InvalidProblem(f"k_cache has head_dim {k_cache.shape[3]} and q has {head_dim}; they must be equal.")
     given = {"q": q, "k": k_cache, "v": v_cache}
+    page_table = None if page_table is None else integers("page_table", page_table)
     pages = _pages(k_cache, page_table, batch, first_k is not None)
     given["seqused_k"] = _ints("seqused_k", seqused_k, batch)
     if page_table is not None:
-        given["page_table"] = jnp.asarray(page_table)
+        given["page_table"] = page_table
     if first_k is not None:
         given["first_k"] = _ints("first_k", first_k, batch)
     if sink is not None:
@@ -192,12 +194,13 @@ def append_to_cache(
             raise InvalidProblem(f"slots is {slots.dtype} of shape {slots.shape}; it must be ints of shape {k.shape[:2]}.")
         page, row, exists = slots // size, slots % size, (slots >= 0) & (slots < count * size)
     else:
+        page_table = None if page_table is None else integers("page_table", page_table)
         pages = _pages(k_cache, page_table, k.shape[0], False)
         place = _ints("seqused_k", seqused_k, k.shape[0])[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
         column, row = place // size, place % size
         item = jnp.arange(k.shape[0])[:, None]
         within = (place >= 0) & (column < pages.columns)
-        page = item if page_table is None else jnp.asarray(page_table)[item, column.clip(0, pages.columns - 1)]
+        page = item if page_table is None else page_table[item, column.clip(0, pages.columns - 1)]
         page = jnp.broadcast_to(page, place.shape)
         exists = within & (page >= 0) & (page < count)
     page = jnp.where(exists, page, count)  # one that there is not, which is dropped
@@ -239,14 +242,15 @@ def _pages(k_cache: Any, page_table: Any, batch: int, first: bool) -> Pages:
     count, size = k_cache.shape[:2]
     if page_table is None:
         return contiguous(count, size, batch, first)
-    table = jnp.asarray(page_table)
-    if table.dtype != jnp.int32 or table.ndim != 2 or table.shape[0] != batch:
-        raise InvalidProblem(f"page_table is {table.dtype} of shape {table.shape}; it must be int32 ({batch}, columns).")
-    return Pages(count, size, table.shape[1], True, first)
+    if page_table.dtype != jnp.int32 or page_table.ndim != 2 or page_table.shape[0] != batch:
+        raise InvalidProblem(
+            f"page_table is {page_table.dtype} of shape {page_table.shape}; it must be int32 ({batch}, columns)."
+        )
+    return Pages(count, size, page_table.shape[1], True, first)
 
 
 def _ints(name: str, given: Any, batch: int) -> Any:
-    array = jnp.asarray(given)
-    if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
+    array = integers(name, given)
+    if array.shape != (batch,) or array.dtype != jnp.int32:
         raise InvalidProblem(f"{name} is {array.dtype} of shape {array.shape}; it must be int32 ({batch},).")
-    return array.astype(jnp.int32)
+    return array

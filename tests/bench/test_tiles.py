@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiles import Meeting, needed, shown_by, tell
+from benchmarks.tiles import ATTENTION, PASSES, Meeting, main, meetings, needed, shown_by, tell
 from flashtile.fuzz.case import Case
+from flashtile.plan.device import named
 
 PLAIN = Meeting("triton", "attention_forward", "block_q=64 block_k=32 warps=4 stages=2", "bf16", "64x64", "causal", "plain")
 SINK, LSE = replace(PLAIN, features="sink"), replace(PLAIN, features="lse")
@@ -69,3 +70,50 @@ def test_a_case_is_run_for_what_it_shows_first_and_at_the_widest_head_dims(run: 
     shown = shown_by([run], "3.6.0")
     assert [case.seqlen_q for case in needed(made, shown)] == [5, 3, 4, 6]
     assert [case.seqlen_q for case in needed(made, set())] == [3, 5, 1, 4, 6]
+
+
+BEYOND = {
+    "triton": {
+        "tangent": {"attention_tangent"},
+        "second": {"attention_tangent", "attention_second_queries", "attention_second_keys"},
+        "statistics": {"attention_statistics", "attention_mass"},
+        "entropy": {"attention_entropy_queries", "attention_entropy_keys"},
+        "cached": {"decode_forward", "decode_combine"},
+    },
+    "hopper": {
+        "tangent": {"attention_tangent"},
+        "second": {"attention_tangent", "attention_second"},
+        "statistics": set(),  # the portable kernels do
+        "entropy": set(),
+        "cached": {"decode_hopper", "decode_combine"},
+    },
+}
+
+
+@pytest.mark.usefixtures("hopper_runs")
+@pytest.mark.parametrize("backend", BEYOND)
+def test_passes_beside_forward_and_backward_are_listed_with_their_tiles(backend: str) -> None:
+    assert {ATTENTION, *BEYOND[backend]} == set(PASSES)
+    case = Case(4, 528, 528, 24, 24, 64, 64, "bf16", band=":0", upstream="out", backend=backend)
+    for which, kernels in BEYOND[backend].items():
+        found = meetings("bf16", "causal", "plain", case, named("sm90"), [which])
+        assert {meeting.kernel for meeting in found} >= kernels, which
+        assert bool(found) == bool(kernels), which
+        assert all("block_q=" in meeting.tile and meeting.columns == "64x64" for meeting in found)
+    whole = meetings("bf16", "causal", "plain", case, named("sm90"), PASSES)
+    assert {meeting.kernel for meeting in whole} >= {"attention_forward", *set[str]().union(*BEYOND[backend].values())}
+    dropped = replace(case, dropout=0.1)
+    assert meetings("bf16", "causal", "dropout", dropped, named("sm90"), ["cached"]) == []  # a cache has none
+
+
+@pytest.mark.parametrize("told", [[], ["--list", "sm90", "--known", "a.csv"]])
+def test_passes_that_nothing_runs_are_listed_alone(
+    told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tiles", *told, "--passes", "attention", "second"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert (
+        "--passes are attention second; without --list, or with --known, it must be attention alone" in capsys.readouterr().err
+    )

@@ -17,7 +17,7 @@ def test_runs_add_up_in_rows(tmp_path: Path) -> None:
     later = {**run, "date": "2026-12-01", "kernels": ["01234568b", "01234569c", "0123456ad"]}
     assert fuzz_rows.add(tmp_path, [later, run], "abc") == 2
     assert fuzz_rows.add(tmp_path, [run, {**run, "seed": 2}], "abd") == 1
-    rows = fuzz_rows.rows_of(tmp_path)
+    rows = fuzz_rows.rows_of(tmp_path, "fuzz-h200")
     assert [(row["kernels"], row["new"], row["commit"]) for row in rows] == [
         ("2", "2", "abc"),
         ("3", "2", "abc"),
@@ -28,3 +28,24 @@ def test_runs_add_up_in_rows(tmp_path: Path) -> None:
     said = fuzz_rows.sentence(tmp_path).replace("\n", " ")
     assert "24 whole problems in 3 runs, of 4 distinct kernels" in said
     assert "15 were right, and 0 a little off but right with most other data. 6 were refused with a reason. 3 were" in said
+
+
+def test_runs_on_a_cpu_have_a_file_of_their_own(tmp_path: Path) -> None:
+    """Whatever it is called; there are no kernels."""
+    run = {
+        "machine": "A CPU, of 8 cores, torch 2.13.0+cpu, triton 3.6.0", "backends": ["cpu"], "seconds": 9, "cases": 8,
+        "variants": 2, "status": {"right": 6, "refused": 2}, "wrong": [], "seed": 1, "date": "2026-11-30", "kernels": [],
+    }  # fmt: skip
+    assert (
+        fuzz_rows.add(tmp_path, [run, run | {"machine": "NVIDIA H200, torch 2.11.0, triton 3.6.0", "kernels": ["ab"]}], "abc")
+        == 2
+    )
+    (row,) = fuzz_rows.rows_of(tmp_path, "fuzz-cpu")
+    assert (row["device"], row["torch"], row["triton"], row["right"]) == ("A CPU, of 8 cores", "2.13.0+cpu", "3.6.0", "6")
+    assert not (tmp_path / "fuzz-cpu.kernels").exists()
+    said = fuzz_rows.sentence(tmp_path).replace("\n", " ")
+    assert "On a CPU `flashtile fuzz` drew 8 whole problems in 1 run and judged" in said
+    assert said.endswith(
+        "6 were right, and 0 a little off but right with most other data. 2 were refused with a reason. 0 were wrong."
+    )
+    assert "On an H200 `flashtile fuzz` drew 8 whole problems in 1 run, of 1 distinct kernels, and judged" in said

@@ -112,10 +112,21 @@ def test_a_learned_scale_has_its_gradient(name: str) -> None:
 def test_lengths_of_any_kind(lengths: Any) -> None:
     want_k = jnp.array([2, 8 if np.asarray(lengths)[1] > 8 else 7], jnp.int32)
     got = dot_product_attention(Q, K, V, query_seq_lengths=lengths, key_value_seq_lengths=lengths, is_causal=True)
-    same(got, dot_product_attention(Q, K, V, query_seq_lengths=want_k, key_value_seq_lengths=want_k, is_causal=True))
+    want = dot_product_attention(Q, K, V, query_seq_lengths=want_k, key_value_seq_lengths=want_k, is_causal=True)
+    same(got, want)
+    with jax.enable_x64(True):
+        got = dot_product_attention(Q, K, V, query_seq_lengths=lengths, key_value_seq_lengths=lengths, is_causal=True)
+    same(got, want)
 
 
 def test_lists_where_arrays_are_expected() -> None:
+    lists()
+    with jax.enable_x64(True):
+        lists()
+
+
+def lists() -> None:
+    """Under jax_enable_x64 they become int64 and float64."""
     same(dot_product_attention(Q, K, V, sinks=[0.5] * 4), dot_product_attention(Q, K, V, sinks=jnp.full(4, 0.5)))
     same(
         dot_product_attention_varlen(Q[0], K[0], V[0], [0, 3, 8], np.array([0, 3, 8])),

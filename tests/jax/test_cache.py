@@ -167,12 +167,32 @@ def test_kernels_are_lowered_for_a_gpu(split: int, calls: int) -> None:
     assert exported.mlir_module().count(f"@{HANDLER}") == calls
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, np.ndarray.tolist, lambda x: jnp.asarray(x, jnp.int16)])
+def test_integers_of_any_kind(kind: Any, x64: bool) -> None:
+    """Under jax_enable_x64 lists and `asarray` give int64."""
+    k_cache, v_cache, table, *_ = pools(4)
+    q, first = jnp.ones((4, 1, 4, 16)), [0, 1, 0, 2]
+    want = attention_cached(q, k_cache, v_cache, table, seqused_k=jnp.asarray(USED, jnp.int32))
+    wanted = append_to_cache(q[:, :, :2], q[:, :, :2], k_cache, v_cache, table, seqused_k=jnp.asarray(USED, jnp.int32))
+    row = attention_cached(
+        q, k_cache[:4], v_cache[:4], seqused_k=jnp.full(4, 9, jnp.int32), first_k=jnp.asarray(first, jnp.int32)
+    )
+    with jax.enable_x64(x64):
+        pages, used = kind(np.asarray(table, np.int64)), kind(np.asarray(USED, np.int64))
+        got = attention_cached(q, k_cache, v_cache, pages, seqused_k=used)
+        written = append_to_cache(q[:, :, :2], q[:, :, :2], k_cache, v_cache, pages, seqused_k=used)
+        padded = attention_cached(q, k_cache[:4], v_cache[:4], seqused_k=kind(np.full(4, 9)), first_k=kind(np.asarray(first)))
+    for mine, theirs in zip((got, *written, padded), (want, *wanted, row), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_refusals() -> None:
     k_cache, v_cache, table, *_ = pools(4)
     q, used = jnp.ones((4, 1, 4, 16)), jnp.asarray(USED, jnp.int32)
     good: dict[str, Any] = dict(q=q, k_cache=k_cache, v_cache=v_cache, page_table=table, seqused_k=used)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"page_table": table.astype(jnp.int16)}, "page_table is int16"),
+        ({"page_table": table.astype(jnp.float32)}, "page_table is float32"),
         ({"page_table": table[:2]}, r"it must be int32 \(4, columns\)"),
         ({"page_table": None}, "k_cache has 22 items and the batch 4"),
         ({"seqused_k": used[:2]}, r"seqused_k is int32 of shape \(2,\)"),
