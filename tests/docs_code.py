@@ -158,7 +158,8 @@ def given_answers(code: str) -> dict[str, Any]:
     lengths = torch.tensor([20, 32], dtype=torch.int32)
     names = given(code) | dict(q=q, k=k, v=v, lengths=lengths, attention_mask=torch.arange(32) < lengths[:, None])
     names |= dict(cu_seqlens=torch.tensor([0, 20, 64], dtype=torch.int32), used=torch.tensor([5, 9], dtype=torch.int32))
-    names |= dict(table=torch.tensor([[3, 7, 1], [3, 2, 6]], dtype=torch.int32))
+    first = 3 if "shared_prefix" in code else 4  # else two empty items would write into one page
+    names |= dict(table=torch.tensor([[3, 7, 1], [first, 2, 6]], dtype=torch.int32))
     names |= {pool: torch.randn(8, 4, 2, 16) for pool in ("k_pool", "v_pool")}
     names |= {draft: torch.randn(2, 2, 4 if draft == "q2" else 2, 16) for draft in ("q2", "k2", "v2")}
     return names
