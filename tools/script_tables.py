@@ -49,8 +49,8 @@ FILES = {  # file -> what its rows are
     "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
     "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
     "the old way, `ABREAST=1`.",
-    "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, which "
-    "has newer rows of most: `benchmarks/cached.py`. SDPA is "
+    "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, "
+    "which has newer rows of most: `benchmarks/cached.py`. SDPA is "
     "given a mask where items differ or queries are several, and of a window its keys alone.",
     "generation-h200": "transformers' `generate` of a Llama of 1B's shape with random weights and a static "
     "cache of `keys` places: `python -m benchmarks generation --sections generate --compile`. `of_sdpa`: "
