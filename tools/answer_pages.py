@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from flashtile.bench.result import read
-from tools import front_page, script_tables, shapes
+from tools import fp8_rows, front_page, script_tables, shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "answers"
@@ -72,7 +72,7 @@ def figures(results: Path) -> dict[str, str]:
         "documents": script_tables.documents(results),
         "drafts": script_tables.drafts(results),
         "e4m3": script_tables.e4m3_caches(results),
-        "fp8": script_tables.fp8_shares(results),
+        "fp8": fp8_rows.shares(results),
         "field": front_page.field_tests(results),
         "first": script_tables.first_calls(results),
         "flex": _beside_flex(results),

@@ -30,6 +30,7 @@ from tools import (
     cache_rows,
     error_table,
     evidence,
+    fp8_rows,
     front_page,
     fuzz_rows,
     goals,
@@ -222,7 +223,7 @@ def features(text: str) -> str:
     text = replaced(text, "window", script_tables.window(RESULTS))
     text = replaced(text, "pairs", script_tables.pairs(RESULTS))
     for depth in (128, 256):
-        text = replaced(text, f"fp8of{depth}", script_tables.fp8_share(RESULTS, depth).split()[0])
+        text = replaced(text, f"fp8of{depth}", fp8_rows.share(RESULTS, depth).split()[0])
     text = replaced(text, "documents", script_tables.documents(RESULTS))
     return replaced(text, "costs", "\n" + script_tables.costs(RESULTS))
 
@@ -254,11 +255,11 @@ def caches(text: str) -> str:
 
 def fp8(text: str) -> str:
     """The page of 8 bits with its speeds."""
-    text = replaced(caches(text), "speed", "\n" + script_tables.fp8_speed(RESULTS))
+    text = replaced(caches(text), "speed", "\n" + fp8_rows.speed(RESULTS))
     for depth in (64, 128, 256):
-        text = replaced(text, f"share{depth}", script_tables.fp8_share(RESULTS, depth))
-        text = replaced(text, f"quantised{depth}", script_tables.fp8_share(RESULTS, depth, "fp8 with quantisation"))
-    return replaced(text, "aims", script_tables.fp8_aims(RESULTS))
+        text = replaced(text, f"share{depth}", fp8_rows.share(RESULTS, depth))
+        text = replaced(text, f"quantised{depth}", fp8_rows.share(RESULTS, depth, "fp8 with quantisation"))
+    return replaced(text, "aims", fp8_rows.aims(RESULTS))
 
 
 def environment(text: str) -> str:
