@@ -6,10 +6,10 @@ import platform
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from flashtile.plan.device import cpu_name
 from flashtile.triton_glue import language as _triton
 
 
@@ -24,15 +24,6 @@ def facts(device: torch.device) -> dict[str, str]:
         "flash_attn": _installed("flash-attn-4"),
         "python": platform.python_version(),
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _driver() -> str:

@@ -21,12 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from flashtile import __version__, dispatch
-from flashtile.bench.machine import cpu_name
 from flashtile.errors import InvalidProblem
 from flashtile.fuzz.case import Case
 from flashtile.fuzz.check import place, settled
 from flashtile.fuzz.pool import SHRINKING_S, Event, Order, in_processes, prepare
 from flashtile.output import prepare as prepare_output
+from flashtile.plan.device import cpu_name
 from flashtile.triton_glue import language as _triton
 
 SHOWN = 20  # reasons of refusals

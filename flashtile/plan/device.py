@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -59,3 +61,13 @@ CARDS = (
 def named(target: str) -> Device:
     """The named device of an architecture such as 'sm90'. Raises KeyError for one that is not listed."""
     return NAMED[target.replace("_", "")]
+
+
+def cpu_name() -> str:
+    """What this machine's processor is called."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
