@@ -20,7 +20,7 @@ import triton
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-from tests.functions import functions
+from tests.functions import TRITONS, functions
 from tests.operators import operators, quick_where
 from tests.quicken import TRITON
 
@@ -40,7 +40,6 @@ NUMBERS = (
 )  # fmt: skip
 METHODS = operators()
 FUNCTIONS = functions()
-TRITONS = {name: getattr(member, "__wrapped__", member) for name in FUNCTIONS for member in [getattr(core, name)]}
 OWN = {name: getattr(member, "__wrapped__", member) for name in METHODS for member in [getattr(core.tensor, name)]}
 
 
