@@ -474,7 +474,7 @@ def _both(mask: Any, other: Any) -> Any:
 
 
 def _out_and_lse(call: Call | StoredCall, *given: Any) -> tuple[Any, Any]:
-    made: Any = (derivatives.attend if isinstance(call, Call) else attend_stored)(call, *given)
+    made: Any = derivatives.attend(call, *given) if isinstance(call, Call) else attend_stored(call, *given)
     return made[:2]
 
 
