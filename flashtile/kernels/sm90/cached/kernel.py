@@ -18,7 +18,7 @@ from flashtile.kernels.sm90.cached import turned
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
 from flashtile.kernels.sm90.cached.producer import STRIP, load
 from flashtile.kernels.sm90.cached.seat import DROP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
-from flashtile.kernels.sm90.cached.tiles import blank, tile_of
+from flashtile.kernels.sm90.cached.tiles import blank, let_go, tile_of
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
 from flashtile.kernels.sm90.device.scores import lane_sums, level
@@ -244,13 +244,6 @@ def take(tiles, channel, wide, use, start, seat, PARTS: gl.constexpr, ROWS: gl.c
     channel.wait(use)
     if T.converts and not T.apart:
         convert_tile(tiles, channel.at(use), wide, 0, start, seat, PARTS, ROWS, T)
-        channel.release(use)
-
-
-@gluon.jit
-def let_go(channel, use, T: gl.constexpr):
-    """Let go of a tile that was multiplied."""
-    if T.apart or not T.converts:
         channel.release(use)
 
 

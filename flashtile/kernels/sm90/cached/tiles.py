@@ -1,4 +1,4 @@
-"""Views of the tiles that a block over a cache multiplies."""
+"""The tiles that a block over a cache multiplies: views of them, and what is done to them."""
 
 from flashtile.kernels.sm90.cached.producer import STRIP
 from flashtile.kernels.sm90.device.blank import blank_rows
@@ -31,3 +31,10 @@ def blank(mem, use, first, end, T: gl.constexpr):
             place = (mem.values.at(use) * PARTS + part) * BOXES + box
             blank_rows(mem.v.index(place).reshape([BOX, STRIP]), first - box * BOX, end - box * BOX)
     fence_async_shared()
+
+
+@gluon.jit
+def let_go(channel, use, T: gl.constexpr):
+    """Let go of a tile that was multiplied, but where who multiplies has converted it, and let go of its bytes before."""
+    if T.apart or not T.converts:
+        channel.release(use)

@@ -16,7 +16,7 @@ from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stored import widened
 from flashtile.kernels.sm90.cached.producer import STRIP
 from flashtile.kernels.sm90.cached.seat import DROP, lifted, places
-from flashtile.kernels.sm90.cached.tiles import blank, tile_of
+from flashtile.kernels.sm90.cached.tiles import blank, let_go, tile_of
 from flashtile.kernels.sm90.device.layouts import (
     column_layout,
     key_bytes_layout,
@@ -158,13 +158,6 @@ def weighed(rows, score, mem, use, start, seat, sizes, scale, ADDS: gl.constexpr
     if BLOCK_K > HEIGHT:
         sums = gl.convert_layout(gl.sum(p.reshape([BLOCK_K // HEIGHT, HEIGHT, ROWS]), 0), matrix_layout(ROWS))
     return TurnedRows(acc * decay, top, rows.total * decay + sums)
-
-
-@gluon.jit
-def let_go(channel, use, T: gl.constexpr):
-    """Let go of a tile that was multiplied from where it is."""
-    if not T.converts:
-        channel.release(use)
 
 
 @gluon.jit
