@@ -267,7 +267,26 @@ def setting(text: str) -> tuple[str, float]:
     return name, float(value) if "." in value else int(value)
 
 
-class Cached(Experiment[Cell]):
+class OverCaches(Experiment[Cell]):
+    """What experiments over caches have in common: graphs on a stream of their own, whose replays take turns."""
+
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+    def about(self) -> dict[str, int]:
+        return {"rounds": ROUNDS}
+
+    @contextmanager
+    def begin(self, record: Record) -> Iterator[None]:
+        self.side = torch.cuda.Stream(self.device())
+        with torch.no_grad(), torch.cuda.stream(self.side):
+            yield
+
+    def place(self, cell: Cell) -> dict[str, Any]:
+        return dict(cell.row())
+
+
+class Cached(OverCaches):
     """A cell is a model, a batch, keys and queries of a step; its caches and providers are timed in one rotation."""
 
     output, budget_s, ahead_share = "bench-output/cached.csv", 480, 0.3
@@ -300,12 +319,6 @@ class Cached(Experiment[Cell]):
         named = tuple(Variant(named=(name, value)) for name, value in chosen.sets)
         self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), (*variants, *named))
 
-    def device(self) -> torch.device:
-        return torch.device("cuda")
-
-    def about(self) -> dict[str, int]:
-        return {"rounds": ROUNDS}
-
     def ahead(self) -> Ahead:
         chosen = self.chosen
         ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
@@ -316,12 +329,6 @@ class Cached(Experiment[Cell]):
             for window in chosen.windows
         ]  # fmt: skip
 
-    @contextmanager
-    def begin(self, record: Record) -> Iterator[None]:
-        self.side = torch.cuda.Stream(self.device())
-        with torch.no_grad(), torch.cuda.stream(self.side):
-            yield
-
     def cells(self) -> list[Cell]:
         chosen = self.chosen
         return [
@@ -329,9 +336,6 @@ class Cached(Experiment[Cell]):
             for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for lengths in chosen.lengths
             for window in chosen.windows for model in chosen.models
         ]  # fmt: skip
-
-    def place(self, cell: Cell) -> dict[str, Any]:
-        return dict(cell.row())
 
     def measure(self, cell: Cell, record: Record, until: float) -> None:
         measure(cell, self.asked, self.device(), self.side, record, until)

@@ -15,8 +15,6 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cached import TOLERANCE
+from benchmarks.cached import ROUNDS, TOLERANCE, OverCaches
 from benchmarks.cached_cells import MODELS, Caches, Cell, formula
-from benchmarks.experiment import Experiment, main_of
+from benchmarks.experiment import main_of
 from benchmarks.record import Record, at_least_one
 from benchmarks.replay import captured, replay_ms
 from flashtile.bench.rotation import rotate
@@ -34,7 +32,6 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.problem.mask import CAUSAL
 from flashtile.torch.cache.attention import attention_cached
 
-ROUNDS = 30
 STEP = 389  # rows by which an item's padding exceeds that of the one before
 
 
@@ -60,7 +57,7 @@ def error(caches: Caches, made: torch.Tensor, first: torch.Tensor) -> float:
     return worst
 
 
-class Padded(Experiment[Cell]):
+class Padded(OverCaches):
     """A cell is a model, a batch and keys; the ways to tell its padding take turns."""
 
     output, budget_s = "bench-output/padded.csv", 60
@@ -71,24 +68,9 @@ class Padded(Experiment[Cell]):
         parser.add_argument("--batch", nargs="+", type=at_least_one, default=[8, 64])
         parser.add_argument("--keys", nargs="+", type=at_least_one, default=[8192])
 
-    def device(self) -> torch.device:
-        return torch.device("cuda")
-
-    def about(self) -> dict[str, int]:
-        return {"rounds": ROUNDS}
-
-    @contextmanager
-    def begin(self, record: Record) -> Iterator[None]:
-        self.side = torch.cuda.Stream(self.device())
-        with torch.no_grad(), torch.cuda.stream(self.side):
-            yield
-
     def cells(self) -> list[Cell]:
         chosen = self.chosen
         return [Cell(model, batch, keys, 1) for keys in chosen.keys for batch in chosen.batch for model in chosen.models]
-
-    def place(self, cell: Cell) -> dict[str, Any]:
-        return dict(cell.row())
 
     def measure(self, cell: Cell, record: Record, until: float) -> None:
         caches = Caches(cell, cell.copies, self.device())
