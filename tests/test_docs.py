@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import flashtile
 from tools import answer_pages, benchmark_pages, evidence, goals
 
 ROOT = Path(__file__).parent.parent
+Shown = Callable[[str, str], Any]
 PAGES = ["README.md", "CONTRIBUTING.md", *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md")))]
 
 
@@ -194,15 +197,24 @@ def test_the_readme_s_flash_attn_runs() -> None:
     assert names["out"].shape == (1, 32, 2, 16)
 
 
-def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """What imports a class that a page shows: Triton reads sources from files."""
+
+    def of(page: str, name: str) -> Any:
+        code = next(block for block in blocks(page, "python") if f"class {name}" in block)
+        (tmp_path / f"shown_{name.lower()}.py").write_text(code.partition("\nout = ")[0])
+        monkeypatch.syspath_prepend(tmp_path)
+        return getattr(importlib.import_module(f"shown_{name.lower()}"), name)
+
+    return of
+
+
+def test_the_modifier_of_add_a_feature_runs(shown: Shown, device: Any) -> None:
     pytest.importorskip("triton")
     import torch
 
-    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Locality" in block)
-    (tmp_path / "locality.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
-    monkeypatch.syspath_prepend(tmp_path)
-    from locality import Locality  # pyright: ignore[reportMissingImports]
-
+    Locality = shown("docs/add-a-feature.md", "Locality")
     q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
     bend = Locality(0.5)
     out = flashtile.attention(q, k, v, score=(bend,))
@@ -212,15 +224,11 @@ def test_the_modifier_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+def test_the_predicate_of_add_a_feature_runs(shown: Shown, device: Any) -> None:
     pytest.importorskip("triton")
     import torch
 
-    code = next(block for block in blocks("docs/add-a-feature.md", "python") if "class Parity" in block)
-    (tmp_path / "parity.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
-    monkeypatch.syspath_prepend(tmp_path)
-    from parity import Parity  # pyright: ignore[reportMissingImports]
-
+    Parity = shown("docs/add-a-feature.md", "Parity")
     q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
     out = flashtile.attention(q, k, v, mask=Parity(0) & flashtile.Band(right=0))
     at = torch.arange(32, device=device)
@@ -229,15 +237,11 @@ def test_the_predicate_of_add_a_feature_runs(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
-def test_the_mask_of_an_answer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+def test_the_mask_of_an_answer_runs(shown: Shown, device: Any) -> None:
     pytest.importorskip("triton")
     import torch
 
-    code = next(block for block in blocks("docs/answers/masks.md", "python") if "class Every" in block)
-    (tmp_path / "every_mask.py").write_text(code.partition("\nout = ")[0])  # Triton reads sources from files
-    monkeypatch.syspath_prepend(tmp_path)
-    from every_mask import Every  # pyright: ignore[reportMissingImports]
-
+    Every = shown("docs/answers/masks.md", "Every")
     q, k, v = (torch.randn(1, 32, 2, 16, device=device) for _ in range(3))
     out = flashtile.attention(q, k, v, mask=Every(4) | flashtile.Band(right=0), options=flashtile.Options(backend="triton"))
     at = torch.arange(32, device=device)

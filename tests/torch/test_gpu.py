@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-@EVERY
-def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Step) -> None:
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of the step, and what its replays write."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -76,6 +77,12 @@ def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Ste
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = step()
+    return graph, made
+
+
+@EVERY
+def test_a_cuda_graph_replays_on_new_inputs(given: list[torch.Tensor], step: Step) -> None:
+    graph, made = captured(step)
     for _ in range(2):
         with torch.no_grad():
             for tensor in given:
@@ -104,14 +111,7 @@ def test_a_cuda_graph_that_appends_reads_new_lengths_and_tables(device: torch.de
                 q, pools[0], pools[1], table, seqused_k=used, append=(k, v), causal=True, options=options
             )
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = captured(step)
     for time in range(16):
         for tensor in (q, k, v):
             tensor.normal_()
