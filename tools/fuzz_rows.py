@@ -40,6 +40,8 @@ def add(folder: Path, sessions: Sequence[dict[str, Any]], commit: str) -> int:
     files: dict[str, list[dict[str, Any]]] = {}
     for session in sorted(sessions, key=lambda s: s["date"]):
         device = session["machine"].rsplit(", ", 2)[0]
+        if session["kernels"] and device not in NAMES:
+            raise SystemExit(f"{device} has compiled kernels and no file of rows; name one in NAMES.")
         files.setdefault(NAMES.get(device, ON_CPU), []).append(session)
     return sum(_add(folder, name, own, commit) for name, own in files.items())
 
