@@ -13,7 +13,7 @@ import torch
 
 from flashtile import dispatch
 from flashtile.compat.asked import Asked, blind_rows_positive, refuse
-from flashtile.compat.latent import check_qv, joined
+from flashtile.compat.latent import latent_pools
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.ops.position import rotary
 from flashtile.problem.attention import MAX_HEAD_DIM
@@ -167,25 +167,21 @@ def attend(
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
         stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
         if q.dtype in STORED:
-            refuse("flash_attn_with_kvcache", {f"qv is given and q is {q.dtype}; both must have 16 bits or more": qv is not None})
+            refuse("flash_attn_with_kvcache", {f"qv is given and q is {q.dtype}; give both in 16 bits": qv is not None})
             fresh = fresh.widened()
             stored = {}
         q = descales.widened(q, cache.k)
         whole = all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache.k, cache.v))
         if fresh.k is not None or qv is not None or not whole:
             check_pools(q, cache.k, cache.v, cu_q is not None)  # before anything is written; else `attention_cached` does
-        keys, values = cache.k, cache.v
-        if qv is not None:
-            check_qv(q, qv, values)
-            keys = joined("flash_attn_with_kvcache with qv", ("v_cache", "k_cache"), values, keys)
-            values = keys[..., : values.shape[-1]]
+        keys, values = (cache.k, cache.v) if qv is None else latent_pools(q, qv, cache.k, cache.v)
         cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
         table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)
         how = asked.arguments()
         del how["dropout"]
-        split = 0 if num_splits == 1 else None  # of others the split is the library's, which changes no bits with the batch
-        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, split=split, return_lse=True, k_scale=descales.k, v_scale=descales.v)
+        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=True, k_scale=descales.k, v_scale=descales.v)
+        how["split"] = 0 if num_splits == 1 else None  # of others it is the library's, which changes no bits with the batch
         if fresh.k is not None and fresh.v is not None:
             if max(keys.shape[3], values.shape[3]) > MAX_HEAD_DIM:  # nothing is written for a call that runs nowhere
                 wide = q if qv is None else torch.cat([qv, q], -1)

@@ -31,11 +31,15 @@ def joined(name: str, called: tuple[str, str], latents: torch.Tensor, turned: to
     return latents.as_strided((*latents.shape[:-1], width), (*strides, 1))
 
 
-def check_qv(q: torch.Tensor, qv: Any, v_cache: torch.Tensor) -> None:
-    """Raise InvalidProblem unless qv is queries of the values' columns, beside q."""
+def latent_pools(
+    q: torch.Tensor, qv: Any, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Pools for queries [qv, q]: keys are rows of both caches, values their first columns. q as kernels take it."""
     check_kind("qv", qv)
     shape = (*q.shape[:-1], v_cache.shape[-1])
     if tuple(qv.shape) != shape:
         raise InvalidProblem(f"qv has shape {tuple(qv.shape)}; it must be {shape}, as q but for v_cache's columns.")
     if qv.dtype != q.dtype or qv.device != q.device:
         raise InvalidProblem(f"qv is {qv.dtype} on {qv.device} and q is {q.dtype} on {q.device}; they must be alike.")
+    keys = joined("flash_attn_with_kvcache with qv", ("v_cache", "k_cache"), v_cache, k_cache)
+    return keys, keys[..., : v_cache.shape[-1]]
