@@ -363,11 +363,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         head_dim_vo: int | None = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
-        window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: Any = "float16", kv_data_type: Any = None,
-        o_data_type: Any = None, disable_split_kv: bool = False, **others: Any,
+        window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: Any = None, rope_theta: Any = None,
+        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None, *, disable_split_kv: bool = False,
+        **others: Any,
     ) -> None:  # fmt: skip
         """qo_indptr: int32 (requests + 1,), where each request's queries begin; the rest as of the decode wrapper's plan."""
-        others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
+        others |= dict(
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta
+        )  # fmt: skip
         how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
         cu = ints("qo_indptr", qo_indptr, self.device)
@@ -409,11 +412,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
         head_dim_vo: int | None = None, custom_mask: Any = None, packed_custom_mask: Any = None, causal: bool = False,
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, window_left: int = -1,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, q_data_type: Any = "float16",
-        kv_data_type: Any = None, o_data_type: Any = None, disable_split_kv: bool = False, **others: Any,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: Any = None, rope_theta: Any = None,
+        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None, *, disable_split_kv: bool = False,
+        **others: Any,
     ) -> None:  # fmt: skip
         """qo_indptr, kv_indptr: int32 (requests + 1,), where each request's queries and keys begin."""
-        others |= {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
+        others |= dict(
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta
+        )  # fmt: skip
         how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
         starts = [ints(name, t, self.device) for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr))]
@@ -478,17 +484,9 @@ class MultiLevelCascadeAttentionWrapper:
         last = len(self._levels) - 1
         for i, (level, queries, starts, indices, ends) in enumerate(zip(self._levels, *lists, strict=True)):
             level.plan(
-                queries,
-                starts,
-                indices,
-                ends,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and i == last,
-                **how,
-            )
+                queries, starts, indices, ends, num_qo_heads, num_kv_heads, head_dim, page_size,
+                causal=causal and i == last, **how,
+            )  # fmt: skip
 
     begin_forward = plan
 

@@ -9,6 +9,7 @@ import torch
 from flashtile.compat.asked import options, refuse
 from flashtile.compat.flashinfer_pages import ints, table_of
 from flashtile.compat.flashinfer_states import lse_of, put
+from flashtile.compat.latent import joined
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.attention import attention_cached
@@ -93,7 +94,7 @@ class BatchMLAPagedAttentionWrapper:
             check_kind(name, tensor)
             if tuple(tensor.shape) != shape:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, as plan was told.")
-        keys = joined(ckv_cache, kpe_cache)[:, :, None]
+        keys = joined("BatchMLAPagedAttentionWrapper", ("ckv_cache", "kpe_cache"), ckv_cache, kpe_cache)[:, :, None]
         try:
             made, sums = attention_cached(
                 torch.cat([q_nope, q_pe], -1), keys, keys[..., :latent], table, seqused_k=lengths, cu_seqlens_q=starts,
@@ -103,16 +104,3 @@ class BatchMLAPagedAttentionWrapper:
             raise renamed(error, CALLED) from None
         made = put("out", out, made)
         return (made, put("lse", lse, lse_of(sums, "ln" if return_lse_base_on_e else "log2"))) if return_lse else made
-
-
-def joined(ckv: torch.Tensor, kpe: torch.Tensor) -> torch.Tensor:
-    """The tensor (pages, page_size, all columns) of which both are views; NotSupported where they lie apart."""
-    width = ckv.shape[-1] + kpe.shape[-1]
-    beside = kpe.data_ptr() == ckv.data_ptr() + ckv.shape[-1] * ckv.element_size() and ckv.dtype is kpe.dtype
-    alike = ckv.stride() == kpe.stride() and ckv.stride(-1) == 1 and min(ckv.stride()[:2]) >= width
-    apart = not (beside and alike and ckv.untyped_storage().data_ptr() == kpe.untyped_storage().data_ptr())
-    refuse("BatchMLAPagedAttentionWrapper", {
-        f"ckv_cache and kpe_cache lie apart; make them views of one tensor (pages, page_size, {width}): "
-        f"pool[..., :{ckv.shape[-1]}] and pool[..., {ckv.shape[-1]}:]": apart,
-    })  # fmt: skip
-    return ckv.as_strided((*ckv.shape[:2], width), ckv.stride())

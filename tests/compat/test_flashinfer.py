@@ -140,10 +140,11 @@ def test_prefill_over_pages_and_over_packed_keys(layout: str, causal: bool) -> N
     pages, counts = Pages([11, 3, 4, 16], 5, layout), [3, 1, 4, 0]
     q, cu = torch.randn(8, 4, 16), starts([3, 1, 4, 0])
     wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
-    wrapper.plan(cu, *pages.lists, 4, 2, 16, 5, causal=causal, window_left=6, q_data_type=FLOAT, fixed_split_size=2)
+    rest = None, None, causal, "NONE", False  # by place, as in 0.7.4: masks, causal order, no rotation
+    wrapper.plan(cu, *pages.lists, 4, 2, 16, 5, None, *rest, None, 6, None, None, None, FLOAT, fixed_split_size=2)
     made = wrapper.run(q, pages.cache, return_lse=True)
     packed = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
-    packed.plan(cu, starts([11, 3, 4, 16]), 4, 2, 16, causal=causal, window_left=6, q_data_type=FLOAT)
+    packed.plan(cu, starts([11, 3, 4, 16]), 4, 2, 16, None, *rest, 6, None, None, None, None, FLOAT)
     close(packed.run(q, torch.cat(pages.keys), torch.cat(pages.values), return_lse=True), made)
     for i in range(3):
         rows = slice(sum(counts[:i]), sum(counts[: i + 1]))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import flashtile
 from flashtile import InvalidProblem, NotSupported
+from flashtile.compat import flash_attn_3 as fa3
 from flashtile.compat import flash_mla, install, uninstall
 from flashtile.compat.flashinfer_mla import BatchMLAPagedAttentionWrapper
 
@@ -80,6 +82,79 @@ def test_flashinfers_wrapper(base_e: bool, device: torch.device) -> None:
             torch.testing.assert_close(out[some].double().cpu(), exact, rtol=0, atol=1e-2 * max(float(exact.abs().max()), 1e-3))
             sums = sums.T if base_e else sums.T / math.log(2)
             torch.testing.assert_close(lse[some].double().cpu(), sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("page", "heads", "heads_kv", "append"), [(64, 16, 1, True), (5, 6, 3, True), (8, 4, 1, False)])
+def test_version_3_multiplies_qv_with_the_values(
+    page: int, heads: int, heads_kv: int, append: bool, packed: bool, device: torch.device
+) -> None:
+    """As serving keeps it: latents before rotated columns, in one tensor; a new row of each, rotated as q is."""
+    made, generator = Latents(page, heads_kv, torch.bfloat16, device), torch.Generator().manual_seed(1)
+    qv, q, v, k = (
+        torch.randn(len(USED), 1, n, d, generator=generator).bfloat16().to(device)
+        for n, d in ((heads, 512), (heads, 64), (heads_kv, 512), (heads_kv, 64))
+    )
+    angle = torch.rand(256, 8, generator=generator)
+    cos, sin = (t.bfloat16().to(device) for t in (angle.cos(), angle.sin()))
+    v_cache, k_cache = made.pool.split((512, 64), -1)
+    if heads_kv == 1:  # as who keeps no axis of heads gives them, whose strides there differ
+        v_cache, k_cache = v_cache[:, :, 0].unsqueeze(-2), k_cache[:, :, 0].unsqueeze(-2)
+    given, before, rows, turned = dict[str, Any](), made.used, made.rows, list(q)
+    if append:  # where each item's last row was, and the empty item's first, in a page that was nobody's
+        given, before = dict(rotary_cos=cos, rotary_sin=sin), (made.used - 1).clamp(min=0)
+        made.table[1, 0] = next(n for n in range(len(made.pool)) if n not in made.lists.tolist())
+        for i, n in enumerate(before.tolist()):
+            one, new = flashtile.ops.rotary(q[i : i + 1], k[i : i + 1], cos, sin, interleaved=True, offset=n)
+            turned[i], rows[i] = one[0], torch.cat([rows[i][:n], torch.cat([v[i], new[0]], -1).cpu()])
+    latent = qv.double().cpu()
+    starts = torch.arange(len(USED) + 1, dtype=torch.int32, device=device)
+    if packed:
+        given |= dict(cu_seqlens_q=starts, max_seqlen_q=1) | (dict(cu_seqlens_k_new=starts) if append else {})
+        q, qv, k, v = (t[:, 0] for t in (q, qv, k, v))
+    fresh = (k, v) if append else (None, None)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *fresh, qv, cache_seqlens=before, page_table=made.table, causal=True, return_softmax_lse=True,
+        **given,
+    )  # fmt: skip
+    for i, row in enumerate(rows):  # by two products, in float64
+        values, keys = row.double().repeat_interleave(heads // heads_kv, 1).split((512, 64), -1)
+        scores = torch.einsum("qhd,khd->hqk", turned[i].double().cpu(), keys)
+        scores = (scores + torch.einsum("qhd,khd->hqk", latent[i], values)) / 24
+        exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), values)
+        mine, mine_lse = (out[i : i + 1], lse[:, i : i + 1]) if packed else (out[i], lse[i])
+        torch.testing.assert_close(mine.double().cpu(), exact, rtol=0, atol=1e-2 * max(float(exact.abs().max()), 1e-3))
+        torch.testing.assert_close(mine_lse.double().cpu(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_what_qv_needs() -> None:
+    made = Latents(64, 1, torch.bfloat16, torch.device("cpu"))
+    v_cache, k_cache = made.pool.split((512, 64), -1)
+    qv, q = (torch.randn(len(USED), 1, 4, d).bfloat16() for d in (512, 64))
+    how: dict[str, Any] = dict(cache_seqlens=made.used, page_table=made.table)
+    apart = r"v_cache and k_cache lie apart; make them views of one tensor of 576 columns: pool\[\.\.\., :512\]"
+    refused: list[tuple[tuple[torch.Tensor, ...], type[Exception], str]] = [
+        ((q, k_cache.clone(), v_cache, qv), NotSupported, apart),
+        ((q, made.pool[..., :64], made.pool[..., 64:], qv), NotSupported, apart),  # the keys first
+        ((q, k_cache.roll(1, 0), v_cache, qv), NotSupported, apart),
+        ((q, k_cache, v_cache, qv[..., :500]), InvalidProblem, r"qv has shape \(4, 1, 4, 500\); it must be \(4, 1, 4, 512\)"),
+        ((q, k_cache, v_cache, qv.float()), InvalidProblem, r"qv is torch\.float32 on cpu and q is torch\.bfloat16"),
+        ((q.to(torch.float8_e4m3fn), k_cache, v_cache, qv), NotSupported, r"qv is given and q is torch\.float8_e4m3fn"),
+    ]
+    for (q_, k_, v_, qv_), error, says in refused:
+        with pytest.raises(error, match=says):
+            fa3.flash_attn_with_kvcache(q_, k_, v_, qv=qv_, **how)
+    with pytest.raises(NotSupported, match="qv is given; flash_attn_with_kvcache takes it"):
+        fa3.flash_attn_func(q, k_cache, v_cache, qv=qv)
+
+
+def test_nothing_is_written_for_a_call_that_runs_nowhere() -> None:
+    """Rows of 600 columns can be appended, and no kernel attends to them."""
+    q, k, v = (torch.randn(1, 1, 2, 600) for _ in "qkv")
+    pools = [torch.zeros(1, 8, 2, 600) for _ in "kv"]
+    with pytest.raises(NotSupported, match="head_dim is 600"):
+        fa3.flash_attn_with_kvcache(q, *pools, k, v, cache_seqlens=3)
+    assert not any(bool(pool.any()) for pool in pools)
 
 
 def test_installed() -> None:

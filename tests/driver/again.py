@@ -20,6 +20,7 @@ from tests.driver.card import pretend
 
 import flashtile
 from flashtile import append_to_cache, attention, attention_cached
+from flashtile.torch.cache import operator
 from flashtile.torch.cache.known import Known
 from flashtile.torch.execute.bound import Bound
 from flashtile.torch.execute.replay import Replay
@@ -90,6 +91,10 @@ def launched(call: Call) -> list[dict[str, int]]:
     return ran
 
 
+def never(*given: Any) -> None:
+    raise AssertionError("out is laid out anew: a launch more")
+
+
 def least_us(call: Call) -> float:
     """Microseconds of a call in the quickest of many rounds."""
     rounds: list[float] = []
@@ -107,7 +112,8 @@ def main() -> None:
     pretend()
     known: list[int] = []
     run: Any = Known.run
-    with torch.no_grad(), patch.object(Known, "run", lambda *given: known.append(1) or run(*given)):
+    counted = patch.object(Known, "run", lambda *given: known.append(1) or run(*given))
+    with torch.no_grad(), counted, patch.object(operator, "laid", never):
         for name, call in {**cached, **appends}.items():
             known.clear()
             first, second, third = (launched(call) for _ in range(3))

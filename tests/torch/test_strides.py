@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtile.problem.options import Variant
+from flashtile.torch.execute.replay import laid
 from tests.backends import unrepeatable
 from tests.cases import Case, Tensors
 from tests.judge import run
@@ -115,3 +116,15 @@ def test_every_tensor_in_one_layout(backend: str, place: torch.device, name: str
     storage = dict.fromkeys(("q", "k", "v", "dout"), NAMED[name])
     storage["dlse"] = Storage((0, 1, 2), NAMED[name].steps[:3], NAMED[name].expanded[:3], NAMED[name].offset, 1)
     compare(backend, case, case.tensors(place), storage)
+
+
+def test_what_is_laid_out_alike_is_not_copied() -> None:
+    """Of an axis with one place any stride says the same; results stay tensors of their own, not views."""
+    made = torch.randn(2, 1, 3, 4)
+    for strides, moved in (((12, 12, 4, 1), False), ((12, 24, 4, 1), False), ((4, 24, 8, 1), True)):
+        found = laid(made, strides)
+        assert found.stride() == strides
+        assert (found.data_ptr() != made.data_ptr(), found._is_view()) == (moved, False)
+        assert torch.equal(found, made)
+    assert made.stride() == (12, 12, 4, 1)
+    assert laid(made, None, torch.float64).dtype is torch.float64

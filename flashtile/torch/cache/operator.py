@@ -27,9 +27,9 @@ from flashtile.torch.call.stored import Maybe, Scales, bytes_of, is_shared, scal
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
 from flashtile.torch.execute.descriptor import addressable
 from flashtile.torch.execute.plain import is_watched
-from flashtile.torch.execute.replay import addresses_of
+from flashtile.torch.execute.replay import addresses_of, laid, lies
 from flashtile.torch.routes.library import define
-from flashtile.torch.routes.operator import dense_strides, laid
+from flashtile.torch.routes.operator import dense_strides
 from flashtile.torch.routes.request import read
 
 _MOST = 1024  # remembered layouts
@@ -223,6 +223,12 @@ def run_attention(
     return layout.attend(inputs, first, page_table)
 
 
+def _operated(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run_attention` with the strides that the fake promises, of axes of one place too."""
+    out, lse = run_attention(q, *rest)
+    return laid(out, dense_strides(out.shape, q)), lse
+
+
 def layout_of(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales, page_table: Maybe, first: Maybe,
     others: list[torch.Tensor], *asked: Any,
@@ -282,6 +288,7 @@ class Layout:
         places = _places(self.problem, request.lengths)
         self.names, self._order = list(places), list(places.values())
         self._bound: Bound | None = None
+        self._lies: bool | None = None  # whether plans lay out as callers have it; known after the first call
         self.looks, self.device = q.device.type == "cpu", q.device
 
     def inputs(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -308,7 +315,9 @@ class Layout:
             out, lse = replay.direct(inputs, addresses_of(inputs), whole)  # in the order of `cached_buffers`, and as these lie
         if self.packed:
             out, lse = out[0], lse if lse is None else lse[0]
-        return laid(out, self.out_strides), lse
+        if self._lies is None:
+            self._lies = lies(out, self.out_strides)
+        return out if self._lies else laid(out, self.out_strides), lse
 
 
 _CACHED = Memory[Any, Layout](_MOST, "calls over caches")
@@ -355,5 +364,5 @@ CACHED = define(
     "attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? page_table, Tensor? first_k, Tensor[] others, int split, str text, float[] floats, SymInt[] ints) -> "
     "(Tensor, Tensor)",
-    run_attention, _fake_attention,
+    _operated, _fake_attention,
 )  # fmt: skip

@@ -121,8 +121,8 @@ class Replay:
         """Which output is of this name, if the tensor can take its place: laid alike along all axes that are longer than 1."""
         place = self.made.index(name)
         _, shape, strides, dtype, _ = self.allocations[place]
-        lies = all(a == b for a, b, n in zip(tensor.stride(), strides, shape, strict=True) if n > 1)
-        fits = lies and tensor.shape == shape and tensor.dtype is dtype and not tensor.data_ptr() % ALIGNED_BYTES
+        fits = tensor.shape == shape and lies(tensor, strides) and tensor.dtype is dtype
+        fits = fits and not tensor.data_ptr() % ALIGNED_BYTES
         return place if fits else None
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -222,13 +222,22 @@ class HostReplay:
         self.step(tensors)
 
 
-def laid(tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor with these strides, or any, and dtype: itself, or a copy where it has others."""
+def laid(tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor with these strides, or any, and this dtype, or its own: in its memory, or a copy where that lies otherwise."""
+    dtype = tensor.dtype if dtype is None else dtype
     if strides is None:
         return tensor.to(dtype)
-    if tensor.stride() == strides and tensor.dtype is dtype:
-        return tensor
+    if tensor.dtype is dtype:
+        if tensor.stride() == strides:
+            return tensor
+        if lies(tensor, strides):
+            return tensor.data.as_strided_(tensor.shape, strides)  # no view: those forbid what may be done to results
     return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def lies(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether its elements lie as these strides say: of an axis with one place any number may stand there."""
+    return all(a == b for a, b, n in zip(tensor.stride(), strides, tensor.shape, strict=True) if n != 1)
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:

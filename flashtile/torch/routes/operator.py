@@ -31,6 +31,7 @@ from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
+from flashtile.torch.execute.replay import laid
 from flashtile.torch.routes.derivatives import (
     AN_OPERATOR_HAS_NONE,
     is_dual_level,
@@ -242,13 +243,6 @@ def _is_wide(size: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # it loads sympy, which takes as long as all of ours
 
     return bool(guard_or_true(wide))
-
-
-def laid(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides: itself, or where a plan laid it otherwise a copy."""
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 # -- what is traced -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from flashtile.plan.backend import ROW_STATISTICS
 from flashtile.torch.execute.directed import entropy_gradients, forward_with_statistics, statistics
 from flashtile.torch.execute.plain import is_compiling
+from flashtile.torch.execute.replay import laid
 from flashtile.torch.routes.derivatives import is_dual_level, record_at_level, refuse_tangents, second_derivative
 from flashtile.torch.routes.functional import Asked, gradients, map_one_by_one
 from flashtile.torch.routes.library import define
@@ -29,7 +30,6 @@ from flashtile.torch.routes.operator import (
     below_autograd,
     fake_backward,
     fake_forward,
-    laid,
     layout_of_call,
     residual_of,
     spread,
