@@ -34,7 +34,8 @@ from flashtile import (
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.routes.operator import ATTENTION, BACKWARD, dense_strides
+from flashtile.torch.routes.functional import ATTENTION, BACKWARD
+from flashtile.torch.routes.operator import dense_strides
 from flashtile.torch.routes.request import write
 from tests.cases import lay_out
 

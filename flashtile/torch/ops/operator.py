@@ -22,6 +22,7 @@ from flashtile.problem.number import plain
 from flashtile.problem.op import Companion, Described, make
 from flashtile.torch.execute.bound import TORCH_DTYPES
 from flashtile.torch.execute.plain import transforms
+from flashtile.torch.ops import formula
 from flashtile.torch.ops.call import (
     AS_IT_IS,
     Call,
@@ -42,8 +43,8 @@ from flashtile.torch.routes.derivatives import (
     refuse_tangents,
     second_derivative,
 )
-from flashtile.torch.routes.functional import one_by_one
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.mapped import one_by_one
 from flashtile.torch.routes.operator import below_autograd
 
 
@@ -245,6 +246,17 @@ def record_gradients(tensors: list[torch.Tensor], behind: list[torch.Tensor], *a
     return list(record_at_level(_Gradients, len(tensors), asked, *tensors, *behind))
 
 
+def move(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
+    """The operator's outputs with the tangents that its inputs bring, by the op's formula in plain PyTorch."""
+    request = read(text)
+    asking = wanted_of(request.op, dict(zip(request.names, tensors, strict=True)), request.called)
+    problem, op = request.of(tensors, floats, ints), OPS[request.op]
+    if op.over(problem):
+        refuse_tangents(request.op, "autograd", tell(tensors, text)[1])
+    names = tuple(problem.outputs()) if request.wanted or asking else problem.public()
+    return list(formula.made(op, problem, dict(zip(request.names, tensors, strict=True)), names).values())
+
+
 def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable[tuple[str, torch.Tensor]]]:
     """The op, and its tensors by its caller's names."""
     request = read(text)
@@ -253,7 +265,7 @@ def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable
 
 ASKED = "str text, float[] floats, SymInt[] ints"
 COMPANION = define(
-    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE
+    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE, move
 )
 BACKWARD = define(  # behind: nothing is read of them, but they lead to what gradients depend on, where no other tensor does
     f"companion_backward(Tensor[] tensors, Tensor[] behind, str held, str layout, SymInt[] sizes, {ASKED}) -> Tensor[]",
