@@ -38,6 +38,7 @@ from flashtile.torch.ops.call import (
 )
 from flashtile.torch.routes.derivatives import (
     AN_OPERATOR_HAS_NONE,
+    first_derivatives,
     is_dual_level,
     record_at_level,
     refuse_tangents,
@@ -218,6 +219,8 @@ def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: li
     them, they say it.
     """
     request = read(text)
+    if formula.is_nested() and not OPS[request.op].over(request.of(tensors, floats, ints)):
+        return move(tensors, text, floats, ints)
     asking = wanted_of(request.op, dict(zip(request.names, tensors, strict=True)), request.called)
     wanted = tuple(name for name in request.names if name in request.wanted or name in asking)
     if wanted:
@@ -228,21 +231,43 @@ def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: li
 
 
 class _Gradients(torch.autograd.Function):
-    """The operator of gradients, with a refusal for theirs. Its inputs are there for their edges too."""
+    """The operator of gradients, with theirs by the op's formula, or a refusal. Its inputs are there for their edges too."""
 
     @staticmethod
     def forward(ctx: Any, count: int, asked: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.op = read(asked[3]).op
+        ctx.count, ctx.asked = count, asked
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
         with below_autograd():
             return tuple(BACKWARD(list(tensors[:count]), list(tensors[count:]), *asked))
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise second_derivative(ctx.op, "autograd", AN_OPERATOR_HAS_NONE)
+        held, layout, sizes, text, floats, ints = ctx.asked
+        request, names = read(text), held.split(",")
+        problem, op = _sized(request, layout, sizes, floats, ints), OPS[request.op]
+        if transforms():
+            raise second_derivative(request.op, "autograd", AN_OPERATOR_HAS_NONE)
+        given = dict(zip(names, ctx.saved_tensors, strict=False))
+        with torch.enable_grad():
+            leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
+            arriving = {n: t for n, _ in arrivals(problem) if (t := leaves.get(n)) is not None}
+            kept = {n: t for n, t in leaves.items() if n not in arriving}
+            found = formula.gradients(op, problem, kept, arriving, request.wanted)
+            if found is None:
+                raise second_derivative(request.op, "autograd", formula.remedy(op, problem, tuple(kept)))
+            made = [found[f"d{name}"] for name in distinct(problem, request.wanted)]
+            pairs = [(t, g) for t, g in zip(made, grads, strict=True) if g is not None and t.requires_grad]
+            sources = [t for t in leaves.values() if t.requires_grad]
+            some = torch.autograd.grad([t for t, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+        second = first_derivatives(f"the gradient of {request.op}", "autograd", some, ctx.saved_tensors, grads)
+        by_place = iter(second)
+        placed = [next(by_place) if t.requires_grad else None for t in leaves.values()]
+        return None, None, *placed, *(None for _ in ctx.saved_tensors[len(names) :])
 
 
 def record_gradients(tensors: list[torch.Tensor], behind: list[torch.Tensor], *asked: Any) -> list[torch.Tensor]:
-    """The gradients, for whoever differentiates them (create_graph, a transform of a transform): no zero but a refusal."""
+    """The gradients, for whoever differentiates them (create_graph, a transform of a transform)."""
     return list(record_at_level(_Gradients, len(tensors), asked, *tensors, *behind))
 
 

@@ -57,7 +57,7 @@ class Asked:
         """The same, with gradients of other tensors: bit i says whether the i-th has one."""
         return type(self)(wanted, *self.numbers)
 
-    def call(self, function: type[torch.autograd.Function], *given: Any) -> Any:
+    def apply(self, function: type[torch.autograd.Function], *given: Any) -> Any:
         """The function of this, and of tensors."""
         return function.apply(self, *given)
 
@@ -93,7 +93,7 @@ class Prepared:
         self.call, self.needs = call, tuple(needs)
         self.wanted = sum(bool(need) << i for i, need in enumerate(self.needs))
 
-    def call(self, function: type[torch.autograd.Function], *given: Any) -> Any:
+    def apply(self, function: type[torch.autograd.Function], *given: Any) -> Any:
         return function.apply(self, *given)
 
     def wanting(self, wanted: int) -> Prepared:
@@ -134,7 +134,7 @@ class Prepared:
 class Recorded(Asked):
     """The same within an operator, where its kernel for autograd records it: at one of torch.func's levels, not at all."""
 
-    def call(self, function: Any, *given: Any) -> Any:
+    def apply(self, function: Any, *given: Any) -> Any:
         """What the function computes, by operators, which record it themselves."""
         return function.forward(_Here(self.wanted, *self.numbers), *given)
 
@@ -177,13 +177,13 @@ def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.T
             made: Any = _Dual.apply(runs, *primals, *moved)
             out, lse, tout, tlse = made
             return joined(out, tout), joined(lse, tlse), None
-    return runs.call(_FunctionalAttention, *given)
+    return runs.apply(_FunctionalAttention, *given)
 
 
 def gradients(runs: Any, arriving: Tensors, kept: Tensors, packs: Tensors, others: Tensors) -> Any:
     """The gradients of packs and others, None where not wanted, differentiable. kept: out, lse and what else there is."""
     out, lse, residual = (*kept, None)[:3]
-    made = runs.call(_Backward, *arriving, out, lse, residual, *spread(packs), *others)
+    made = runs.apply(_Backward, *arriving, out, lse, residual, *spread(packs), *others)
     return _placed(runs, [*packs, *others], made)
 
 
@@ -222,13 +222,13 @@ class _FunctionalAttention(torch.autograd.Function):
         *given, out, lse, residual = ctx.saved_tensors
         if arriving[0] is None and arriving[1] is None:
             return (None,) * (1 + len(given))
-        made = ctx.runs.call(_Backward, *arriving[:2], out, lse, residual, *given)
+        made = ctx.runs.apply(_Backward, *arriving[:2], out, lse, residual, *given)
         return None, *_placed(ctx.runs, given, made)
 
     @staticmethod
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         *given, out, lse, residual = ctx.saved_tensors
-        tout, tlse = ctx.runs.call(_Tangent, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
+        tout, tlse = ctx.runs.apply(_Tangent, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
         return tout, tlse, torch.zeros_like(residual)  # within vmap no output may be without
 
 
@@ -259,11 +259,11 @@ class _Backward(torch.autograd.Function):
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
         along = any(ctx.needs_input_grad[1:3])
         if any(ctx.needs_input_grad[6:]):
-            made: Any = ctx.runs.call(_Second, along, dout, dlse, None, None, *given, *moved)
+            made: Any = ctx.runs.apply(_Second, along, dout, dlse, None, None, *given, *moved)
             found, (tout, tlse) = (made[:-2], made[-2:]) if along else (made, (None, None))
         elif along:
             try:
-                tout, tlse = ctx.runs.call(_Tangent, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
+                tout, tlse = ctx.runs.apply(_Tangent, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
             except NotSupported as error:  # it is no tangent that was asked for
                 raise NotSupported("the second derivative of attention", error.reasons) from None
         arriving = None if dout is None else tout, None if dlse is None else tlse
@@ -273,7 +273,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         dout, dlse, *given = ctx.saved_tensors
-        return ctx.runs.call(_Second, False, dout, dlse, *moved[1:3], *given, *moved[6:])
+        return ctx.runs.apply(_Second, False, dout, dlse, *moved[1:3], *given, *moved[6:])
 
 
 class _Tangent(torch.autograd.Function):
@@ -301,9 +301,9 @@ class _Tangent(torch.autograd.Function):
             return (None,) * (4 + len(rest))
         if out is None:
             raise _refuse("the third derivative", runs, "derivatives of second derivatives are not implemented")
-        second = _placed(runs, given, runs.call(_Second, False, *grads, None, None, *given, *moved))
+        second = _placed(runs, given, runs.apply(_Second, False, *grads, None, None, *given, *moved))
         linear = runs.wanting(_bits(given, moved))
-        first = _placed(linear, given, linear.call(_Backward, *grads, out, lse, residual, *given))
+        first = _placed(linear, given, linear.apply(_Backward, *grads, out, lse, residual, *given))
         return None, None, None, None, *second, *first
 
     @staticmethod
@@ -353,12 +353,12 @@ class _Dual(torch.autograd.Function):
         def first(runs: Any, arriving: Tensors, at: Tensors) -> list[Maybe]:
             kept = (out, lse, out.new_empty(0))
             if out.dtype is torch.float32:  # whose backward wants more of its forward
-                kept = runs.call(_FunctionalAttention, *given)
-            return _placed(runs, given, runs.call(_Backward, *arriving, *kept, *at))
+                kept = runs.apply(_FunctionalAttention, *given)
+            return _placed(runs, given, runs.apply(_Backward, *arriving, *kept, *at))
 
         if all(g is None for g in along):
             return None, *first(runs, arriving, runs.duals or given), *(None for _ in moved)
-        second = _placed(runs, given, runs.call(_Second, False, *along, *arriving, *given, *moved))
+        second = _placed(runs, given, runs.apply(_Second, False, *along, *arriving, *given, *moved))
         return None, *second, *first(runs.wanting(_bits(given, moved)), along, given)
 
     @staticmethod

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile.memory import Memory
 from flashtile.torch.call.describe import out_dtype
@@ -326,7 +327,8 @@ def spread(packs: Sequence[Maybe]) -> tuple[Maybe, Maybe, Maybe]:
 def below_autograd() -> Generator[None]:
     """Where a Function that records an operator runs it: below autograd, or at the next of torch.func's levels.
 
-    That one records too, if gradients are enabled, which a Function switches off.
+    That one records too, and sees tangents, if both are enabled, which a Function switches off.
     """
-    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(bool(transforms())):
+    above = bool(transforms())
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(above), forward_ad._set_fwd_grad_enabled(above):  # pyright: ignore[reportPrivateUsage]
         yield
