@@ -456,6 +456,8 @@ def _move_backward(
     """Gradients with their tangents. out and lse are functions of the inputs, whose tangents say theirs."""
     (dout, dlse, *given), (tdout, tdlse, *moved) = apart((dout, dlse, q, k, v, *others))
     (q, k, v, *others), (kept, _) = given, apart((out, lse, residual))
+    if out.dtype is torch.float32:  # `_move` has no residual
+        kept = ATTENTION(q, k, v, others, *asked)
     found = BACKWARD(dout, dlse, q, k, v, others, *kept, *asked)
     tangents = SECOND(dout, dlse, tdout, tdlse, q, k, v, others, _there(given, moved), False, *asked)
     return list(map(joined, found, tangents))
