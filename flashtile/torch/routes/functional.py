@@ -132,7 +132,10 @@ class Prepared:
 
 
 class Recorded(Asked):
-    """The same within an operator, where its kernel for autograd records it: at one of torch.func's levels, not at all."""
+    """The same within an operator, whose kernel for autograd records it at one of torch.func's levels.
+
+    It knows what wants a gradient at its own level; a derivative of gradients may be by a tensor that has none of them.
+    """
 
     def apply(self, function: Any, *given: Any) -> Any:
         """What the function computes, by operators, which record it themselves."""
@@ -143,6 +146,8 @@ class Recorded(Asked):
 
 
 class _Here(Asked):
+    """Operators that are called as they are: their own kernels for autograd come next."""
+
     def below(self) -> Any:
         return nullcontext()
 
@@ -257,9 +262,10 @@ class _Backward(torch.autograd.Function):
         if isinstance(ctx.runs, Prepared) and is_mapped(grads):
             raise _refuse("a batch of second derivatives", ctx.runs, "take one after another, or torch.func.hessian")
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
-        along = any(ctx.needs_input_grad[1:3])
-        if any(ctx.needs_input_grad[6:]):
-            made: Any = ctx.runs.apply(_Second, along, dout, dlse, None, None, *given, *moved)
+        along, needs = any(ctx.needs_input_grad[1:3]), ctx.needs_input_grad[6:]
+        runs = ctx.runs.wanting(_bits(given, [need or None for need in needs])) if isinstance(ctx.runs, Recorded) else ctx.runs
+        if any(needs):
+            made: Any = runs.apply(_Second, along, dout, dlse, None, None, *given, *moved)
             found, (tout, tlse) = (made[:-2], made[-2:]) if along else (made, (None, None))
         elif along:
             try:
@@ -267,7 +273,7 @@ class _Backward(torch.autograd.Function):
             except NotSupported as error:  # it is no tangent that was asked for
                 raise NotSupported("the second derivative of attention", error.reasons) from None
         arriving = None if dout is None else tout, None if dlse is None else tlse
-        second = _placed(ctx.runs, given, found) if found else [None] * len(given)
+        second = _placed(runs, given, found) if found else [None] * len(given)
         return None, *arriving, None, None, None, *second
 
     @staticmethod
@@ -463,9 +469,7 @@ def _move_backward(
     return list(map(joined, found, tangents))
 
 
-ATTENTION = define(
-    f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, _record, moved=_move
-)
+ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, _record, moved=_move)
 BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
     run_backward, fake_backward, _record_backward, moved=_move_backward,
@@ -479,5 +483,3 @@ SECOND = define(
     f"{ASKED}) -> Tensor[]",
     run_second, fake_second, _record_second,
 )  # fmt: skip
-
-
