@@ -4,7 +4,7 @@
 
 Mean flow (arXiv 2505.13447) needs the model's tangent along (v, 0, 1), a gradient penalty the gradient of a gradient. Attention
 and norms are flashtile's; beside it runs the same model with plain ones. --compile compiles the step of mean flow by that
-backend of torch.compile ("inductor" wants a C++ compiler), in one graph. A penalty's step is not compiled: PyTorch differentiates
+backend of torch.compile ("inductor" wants a C++ compiler), in one graph. A penalty's step is not: PyTorch differentiates
 no compiled backward.
 """
 
