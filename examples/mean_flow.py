@@ -4,8 +4,8 @@
 
 Mean flow (arXiv 2505.13447) needs the model's tangent along (v, 0, 1), a gradient penalty the gradient of a gradient. Attention
 and norms are flashtile's; beside it runs the same model with plain ones. --compile compiles the step of mean flow by that
-backend of torch.compile ("inductor" wants a C++ compiler). It ends its graphs at flashtile's tangents, which run eagerly. A
-penalty's step is not compiled: PyTorch differentiates no compiled backward.
+backend of torch.compile ("inductor" wants a C++ compiler), in one graph. A penalty's step is not: PyTorch differentiates
+no compiled backward.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train(ours: bool, steps: int, compiler: str | None) -> list[float]:
     torch.manual_seed(0)
     model, losses = Model(ours), list[float]()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for loss_of in (torch.compile(mean_flow, backend=compiler) if compiler else mean_flow, penalty):
+    for loss_of in (torch.compile(mean_flow, backend=compiler, fullgraph=True) if compiler else mean_flow, penalty):
         for _ in range(steps):
             x, noise = torch.randn(2, 4, TOKENS, WIDTH).unbind()
             r, t = torch.rand(2, 4).sort(0).values.unbind()

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashtile.errors import NotSupported
 from flashtile.problem.mask import FULL, Band
-from flashtile.torch.routes.operator import ATTENTION
+from flashtile.torch.routes.functional import ATTENTION
 from flashtile.torch.routes.request import SIDES, Request, read
 
 FLOAT32 = 1  # ONNX's number of it

@@ -24,8 +24,8 @@ from flashtile.torch.routes.derivatives import (
     refuse_tangents,
     second_derivative,
 )
-from flashtile.torch.routes.functional import one_by_one
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.mapped import one_by_one
 from flashtile.torch.routes.operator import below_autograd
 
 

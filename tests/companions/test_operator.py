@@ -182,16 +182,6 @@ def test_flops_are_those_of_torch(names: str) -> None:
     assert counter.get_total_flops() == 2 * 6 * 8 * 16 * (1 + sum(t.requires_grad for t in head))
 
 
-@pytest.mark.parametrize("case", FULLEST, ids=lambda case: case.problem.op)
-def test_second_derivatives_refuse(case: Case) -> None:
-    tensors = given(case)
-    flowing = [o for o in through(case, tensors, "cpu") if o.requires_grad]
-    wanted = [tensors[name] for name in case.wanted]
-    grads = torch.autograd.grad([o.square().sum() for o in flowing], wanted, create_graph=True)
-    with pytest.raises(NotSupported, match="gradients of gradients"):
-        torch.autograd.grad(sum(g.sum() for g in grads), wanted)
-
-
 @pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.wanted], ids=lambda case: case.name)
 def test_second_derivatives_of_each_input_are_right_or_refused(

@@ -110,7 +110,7 @@ def test_it_stands_beside_an_installed_flashtile(repository: Path, monkeypatch: 
     sink = torch.randn(2, device=device)
     expected = flashtile.attention(q, q, q, causal=True, sink=sink)
     assert torch.equal(kernel.flash_attn_func(q, q, q, causal=True, s_aux=sink), expected)
-    from flashtile.torch.routes.operator import ATTENTION
+    from flashtile.torch.routes.functional import ATTENTION
 
     assert str(ATTENTION) == "flashtile.attention.default"
     operator = sys.modules[f"{its.__name__}.torch.routes.operator"].ATTENTION

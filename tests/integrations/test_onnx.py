@@ -29,7 +29,7 @@ from flashtile.nn import Attention
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.lengths import given_lengths
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.routes.operator import ATTENTION
+from flashtile.torch.routes.functional import ATTENTION
 from flashtile.torch.routes.request import write
 
 SHORT, LONG = (torch.export.Dim(name, min=2, max=64) for name in ("seqlen_q", "seqlen_k"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -242,19 +241,16 @@ def test_compiled_calls_refuse(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", "aot_eager"])
-def test_a_jvp_that_is_compiled_refuses_or_is_right(engine: str) -> None:
+def test_a_jvp_that_is_compiled(engine: str) -> None:
     """torch.func.jvp in a compiled function: torch.compile drops custom tangents silently where it can. Here it must not."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
 
     def step(x: torch.Tensor) -> Any:
-        return torch.func.jvp(lambda x: flashtile.attention(x, k, v), (x,), (torch.ones_like(x),))[1]
+        return torch.func.jvp(lambda x: flashtile.attention(x, k, v), (x,), (torch.ones_like(x),))
 
-    try:
-        found = torch.compile(step, backend=engine, fullgraph=True)(q)
-    except Exception as error:
-        assert re.search("forward-mode differentiation|jvp", str(error)), error  # noqa: PT017
-        return
-    torch.testing.assert_close(found, step(q))
+    expected = step(q)
+    assert expected[1].any()
+    torch.testing.assert_close(torch.compile(step, backend=engine, fullgraph=True)(q), expected)
 
 
 def test_batches_of_tangents_in_the_old_way_and_products_by_a_third_derivative_refuse_by_name() -> None:

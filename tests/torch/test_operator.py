@@ -34,7 +34,8 @@ from flashtile import (
 from flashtile.torch.call.arguments import Arguments
 from flashtile.torch.call.describe import make_problem
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.routes.operator import ATTENTION, BACKWARD, dense_strides
+from flashtile.torch.routes.functional import ATTENTION, BACKWARD
+from flashtile.torch.routes.operator import dense_strides
 from flashtile.torch.routes.request import write
 from tests.cases import lay_out
 
@@ -358,29 +359,23 @@ def test_autocast_is_that_of_torchs_attention(compiles: bool) -> None:
     agree(got, [expected[0], *(None if g is None else g.float() for g in expected[1:])])
 
 
-def refuse_by_name(function: Callable[..., Any]) -> None:
-    """torch.autograd.grad visits only what leads to the tensor it is asked for."""
-    for name in "qkv":
-        t, factor = leaves(), torch.ones((), requires_grad=True)
-        out = function({**t, name: t[name] * factor})
-        (dq,) = torch.autograd.grad(out.sum(), t["q"], create_graph=True)
-        with pytest.raises(NotSupported, match="gradients of gradients"):
-            torch.autograd.grad((dq * factor).sum(), factor)
+def test_second_derivatives_are_the_eager_ones() -> None:
+    """In dispatch modes, and in a graph that runs as it was traced; PyTorch has none of what AOTAutograd compiled."""
 
-
-def test_second_derivatives_refuse() -> None:
-    compiled = torch.compile(partial(attend, causal=True), backend="aot_eager", fullgraph=True)
-    with FlopCounterMode(display=False):
+    def twice(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
         t = leaves()
-        (dq,) = torch.autograd.grad(attend(t).sum(), t["q"], create_graph=True)
-        with pytest.raises(NotSupported, match="gradients of gradients"):
-            dq.sum().backward()
-        refuse_by_name(attend)
-    refuse_by_name(torch.compile(attend, backend="eager", fullgraph=True))
-    t = leaves()
-    (dq,) = torch.autograd.grad(compiled(t).sum(), t["q"], create_graph=True)
+        given = [t[name] for name in "qkv"]
+        grads = torch.autograd.grad(function(t).square().sum(), given, create_graph=True)
+        return torch.autograd.grad([g.sin().sum() for g in grads], given)
+
+    expected = twice(attend)
+    with FlopCounterMode(display=False):
+        watched = twice(attend)
+    for found in (watched, twice(torch.compile(attend, backend="eager", fullgraph=True))):
+        for mine, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, truth)
     with pytest.raises(RuntimeError, match="double backward"):
-        dq.sum().backward()
+        twice(torch.compile(partial(attend, causal=True), backend="aot_eager", fullgraph=True))
 
 
 def test_wrong_calls_fail_while_they_are_traced() -> None:

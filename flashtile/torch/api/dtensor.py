@@ -23,7 +23,8 @@ from flashtile.torch.context.context import Context
 from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.packing import APART, KV, QKV, Packing
 from flashtile.torch.execute.plain import is_compiling, is_distributed
-from flashtile.torch.routes.operator import ATTENTION, dense_strides, spread
+from flashtile.torch.routes.functional import ATTENTION
+from flashtile.torch.routes.operator import dense_strides, spread
 from flashtile.torch.routes.request import write
 from flashtile.torch.routes.traced import attend_traced
 

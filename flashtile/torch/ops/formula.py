@@ -23,15 +23,17 @@ def goes_beyond() -> bool:
     """Whether tensors may have tangents, or torch.func differentiates gradients."""
     if is_compiling():
         return False
-    return is_dual_level() or (bool(transforms()) and _gradients() > 1)
+    return is_dual_level() or is_nested()
 
 
-def _gradients() -> int:
-    """How many of torch.func's transforms that are active take gradients."""
+def is_nested() -> bool:
+    """Whether several of torch.func's transforms that are active take derivatives."""
+    if not transforms():
+        return False
     inside: Any = torch._C
     inside = inside._functorch
-    stack = inside.get_interpreter_stack() or ()
-    return sum(level.key() == inside.TransformType.Grad for level in stack)
+    kinds = inside.TransformType.Grad, inside.TransformType.Jvp
+    return sum(level.key() in kinds for level in inside.get_interpreter_stack() or ()) > 1
 
 
 def forward(op: Op, problem: Companion, tensors: Tensors) -> tuple[torch.Tensor, ...] | None:

@@ -22,6 +22,7 @@ from flashtile.problem.number import plain
 from flashtile.problem.op import Companion, Described, make
 from flashtile.torch.execute.bound import TORCH_DTYPES
 from flashtile.torch.execute.plain import transforms
+from flashtile.torch.ops import formula
 from flashtile.torch.ops.call import (
     AS_IT_IS,
     Call,
@@ -37,13 +38,14 @@ from flashtile.torch.ops.call import (
 )
 from flashtile.torch.routes.derivatives import (
     AN_OPERATOR_HAS_NONE,
+    first_derivatives,
     is_dual_level,
     record_at_level,
     refuse_tangents,
     second_derivative,
 )
-from flashtile.torch.routes.functional import one_by_one
 from flashtile.torch.routes.library import LIBRARY, NAMESPACE, define
+from flashtile.torch.routes.mapped import one_by_one
 from flashtile.torch.routes.operator import below_autograd
 
 
@@ -217,6 +219,8 @@ def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: li
     them, they say it.
     """
     request = read(text)
+    if formula.is_nested() and not OPS[request.op].over(request.of(tensors, floats, ints)):
+        return move(tensors, text, floats, ints)
     asking = wanted_of(request.op, dict(zip(request.names, tensors, strict=True)), request.called)
     wanted = tuple(name for name in request.names if name in request.wanted or name in asking)
     if wanted:
@@ -227,22 +231,55 @@ def record(tensors: list[torch.Tensor], text: str, floats: list[float], ints: li
 
 
 class _Gradients(torch.autograd.Function):
-    """The operator of gradients, with a refusal for theirs. Its inputs are there for their edges too."""
+    """The operator of gradients, with theirs by the op's formula, or a refusal. Its inputs are there for their edges too."""
 
     @staticmethod
     def forward(ctx: Any, count: int, asked: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.op = read(asked[3]).op
+        ctx.count, ctx.asked = count, asked
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
         with below_autograd():
             return tuple(BACKWARD(list(tensors[:count]), list(tensors[count:]), *asked))
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise second_derivative(ctx.op, "autograd", AN_OPERATOR_HAS_NONE)
+        held, layout, sizes, text, floats, ints = ctx.asked
+        request, names = read(text), held.split(",")
+        problem, op = _sized(request, layout, sizes, floats, ints), OPS[request.op]
+        if transforms():
+            raise second_derivative(request.op, "autograd", AN_OPERATOR_HAS_NONE)
+        given = dict(zip(names, ctx.saved_tensors, strict=False))
+        with torch.enable_grad():
+            leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in given.items()}
+            arriving = {n: t for n, _ in arrivals(problem) if (t := leaves.get(n)) is not None}
+            kept = {n: t for n, t in leaves.items() if n not in arriving}
+            found = formula.gradients(op, problem, kept, arriving, request.wanted)
+            if found is None:
+                raise second_derivative(request.op, "autograd", formula.remedy(op, problem, tuple(kept)))
+            made = [found[f"d{name}"] for name in distinct(problem, request.wanted)]
+            pairs = [(t, g) for t, g in zip(made, grads, strict=True) if g is not None and t.requires_grad]
+            sources = [t for t in leaves.values() if t.requires_grad]
+            some = torch.autograd.grad([t for t, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+        second = first_derivatives(f"the gradient of {request.op}", "autograd", some, ctx.saved_tensors, grads)
+        by_place = iter(second)
+        placed = [next(by_place) if t.requires_grad else None for t in leaves.values()]
+        return None, None, *placed, *(None for _ in ctx.saved_tensors[len(names) :])
 
 
 def record_gradients(tensors: list[torch.Tensor], behind: list[torch.Tensor], *asked: Any) -> list[torch.Tensor]:
-    """The gradients, for whoever differentiates them (create_graph, a transform of a transform): no zero but a refusal."""
+    """The gradients, for whoever differentiates them (create_graph, a transform of a transform)."""
     return list(record_at_level(_Gradients, len(tensors), asked, *tensors, *behind))
+
+
+def move(tensors: list[torch.Tensor], text: str, floats: list[float], ints: list[int]) -> list[torch.Tensor]:
+    """The operator's outputs with the tangents that its inputs bring, by the op's formula in plain PyTorch."""
+    request = read(text)
+    asking = wanted_of(request.op, dict(zip(request.names, tensors, strict=True)), request.called)
+    problem, op = request.of(tensors, floats, ints), OPS[request.op]
+    if op.over(problem):
+        refuse_tangents(request.op, "autograd", tell(tensors, text)[1])
+    names = tuple(problem.outputs()) if request.wanted or asking else problem.public()
+    return list(formula.made(op, problem, dict(zip(request.names, tensors, strict=True)), names).values())
 
 
 def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable[tuple[str, torch.Tensor]]]:
@@ -253,7 +290,7 @@ def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable
 
 ASKED = "str text, float[] floats, SymInt[] ints"
 COMPANION = define(
-    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE
+    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE, move
 )
 BACKWARD = define(  # behind: nothing is read of them, but they lead to what gradients depend on, where no other tensor does
     f"companion_backward(Tensor[] tensors, Tensor[] behind, str held, str layout, SymInt[] sizes, {ASKED}) -> Tensor[]",

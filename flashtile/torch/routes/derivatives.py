@@ -148,9 +148,28 @@ def refuse_tangents(what: str | Problem, backend: str, given: Iterable[tuple[str
             raise _forward_mode(f"{what if isinstance(what, str) else what.spell()} by {name}", backend, remedy)
 
 
+def is_jvp() -> bool:
+    """Whether forward mode is the innermost of torch.func's transforms."""
+    return transforms() and _functorch.peek_interpreter_stack().key() == _functorch.TransformType.Jvp
+
+
+def apart(given: Iterable[Any]) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """(tensors without the tangents that they have at the innermost level, their tangents).
+
+    Of level 0, the only one that PyTorch has: `forward_ad` does not know that a compiled graph has entered it.
+    """
+    pairs = [forward_ad.unpack_dual(t, level=0) if isinstance(t, torch.Tensor) else (t, None) for t in given]
+    return [t for t, _ in pairs], [t for _, t in pairs]
+
+
+def joined(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
+    """The tensor with a tangent, if there is one."""
+    return tensor if tangent is None else forward_ad.make_dual(tensor, tangent, level=0)
+
+
 def _has_tangent(tensor: torch.Tensor) -> bool:
     """Whether it has a tangent, or what a transform of torch.func wraps has one: jvp of grad."""
-    while forward_ad.unpack_dual(tensor).tangent is None:
+    while forward_ad.unpack_dual(tensor, level=0).tangent is None:
         if not _functorch.is_functorch_wrapped_tensor(tensor):
             return False
         tensor = _functorch.get_unwrapped(tensor)

@@ -13,16 +13,30 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from flashtile.errors import NotSupported
 from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
-from flashtile.torch.routes.derivatives import is_dual_level, is_mapped
-from flashtile.torch.routes.library import LIBRARY, NAMESPACE
-from flashtile.torch.routes.operator import ATTENTION, BACKWARD, SECOND, TANGENT, Maybe, below_autograd, spread
+from flashtile.torch.routes.derivatives import apart, is_dual_level, is_jvp, is_mapped, joined, record_at_level
+from flashtile.torch.routes.library import define
+from flashtile.torch.routes.operator import (
+    ASKED,
+    GIVEN,
+    Maybe,
+    below_autograd,
+    fake_backward,
+    fake_forward,
+    fake_second,
+    fake_tangent,
+    residual_shape,
+    run_backward,
+    run_forward,
+    run_second,
+    run_tangent,
+    spread,
+)
 from flashtile.torch.routes.request import read
 
 Tensors = Sequence[Maybe]  # q, k, v and others; None where k and v are parts of q
@@ -41,26 +55,34 @@ class Asked:
 
     def wanting(self, wanted: int) -> Asked:
         """The same, with gradients of other tensors: bit i says whether the i-th has one."""
-        return Asked(wanted, *self.numbers)
+        return type(self)(wanted, *self.numbers)
+
+    def apply(self, function: type[torch.autograd.Function], *given: Any) -> Any:
+        """The function of this, and of tensors."""
+        return function.apply(self, *given)
+
+    def below(self) -> Any:
+        """Where operators run: below autograd, which a Function stands for; or at the next of torch.func's levels."""
+        return nullcontext() if transforms() else below_autograd()
 
     def forward(self, given: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v, *others = given
-        with _below():
+        with self.below():
             return ATTENTION(q, k, v, others, self.wanted, *self.numbers)
 
     def backward(self, arriving: Tensors, kept: Tensors, given: Tensors) -> list[torch.Tensor]:
         q, k, v, *others = given
-        with _below():
+        with self.below():
             return BACKWARD(*arriving, q, k, v, others, *kept, self.wanted, *self.numbers)
 
     def tangent(self, given: Tensors, moved: Tensors) -> tuple[torch.Tensor, ...]:
         q, k, v, *others = given
-        with _below():
+        with self.below():
             return TANGENT(q, k, v, others, _there(given, moved), self.wanted, *self.numbers)
 
     def second(self, arriving: Tensors, given: Tensors, moved: Tensors, along: bool) -> list[torch.Tensor]:
         q, k, v, *others = given
-        with _below():
+        with self.below():
             return SECOND(*arriving, q, k, v, others, _there(given, moved), along, self.wanted, *self.numbers)
 
 
@@ -70,6 +92,9 @@ class Prepared:
     def __init__(self, call: PreparedCall, needs: Sequence[bool]):
         self.call, self.needs = call, tuple(needs)
         self.wanted = sum(bool(need) << i for i, need in enumerate(self.needs))
+
+    def apply(self, function: type[torch.autograd.Function], *given: Any) -> Any:
+        return function.apply(self, *given)
 
     def wanting(self, wanted: int) -> Prepared:
         return Prepared(self.call, [bool(wanted >> i & 1) for i in range(len(self.needs))])
@@ -106,9 +131,25 @@ class Prepared:
         return [torch.zeros_like(t) if g is None else g for g, t, need in pairs if need]
 
 
-def _below() -> Any:
-    """Operators are run below autograd, which a Function stands for; or at the next of torch.func's levels."""
-    return nullcontext() if transforms() else below_autograd()
+class Recorded(Asked):
+    """The same within an operator, whose kernel for autograd records it at one of torch.func's levels.
+
+    It knows what wants a gradient at its own level; a derivative of gradients may be by a tensor that has none of them.
+    """
+
+    def apply(self, function: Any, *given: Any) -> Any:
+        """What the function computes, by operators, which record it themselves."""
+        return function.forward(_Here(self.wanted, *self.numbers), *given)
+
+    def below(self) -> Any:
+        return below_autograd()
+
+
+class _Here(Asked):
+    """Operators that are called as they are: their own kernels for autograd come next."""
+
+    def below(self) -> Any:
+        return nullcontext()
 
 
 def _there(given: Tensors, moved: Tensors) -> list[Maybe]:
@@ -131,31 +172,23 @@ def requires_grad_below(tensor: torch.Tensor) -> bool:
 def attend_transformed(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
     """(out, lse, residual), as the operator gives them; of duals of the innermost level without residual."""
     runs, given = Asked(*asked), (q, k, v, *others)
-    if makes_duals():
-        duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in given]
-        if any(tangent is not None for _, tangent in duals):
-            if not transforms() and is_mapped(tangent for _, tangent in duals):
+    if is_jvp() if transforms() else is_dual_level():
+        primals, moved = apart(given)
+        if any(tangent is not None for tangent in moved):
+            if not transforms() and is_mapped(moved):
                 reason = "vectorize maps in torch's old way; use torch.func.jacfwd, or torch.func.vmap of torch.func.jvp"
                 raise _refuse("a batch of tangents", runs, reason)
             runs.duals = () if transforms() else given
-            made: Any = _Dual.apply(runs, *(t for t, _ in duals), *(t for _, t in duals))
+            made: Any = _Dual.apply(runs, *primals, *moved)
             out, lse, tout, tlse = made
-            return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse), None
-    return _FunctionalAttention.apply(runs, *given)
-
-
-def makes_duals() -> bool:
-    """Whether forward mode is what is innermost: of torch.func's transforms, or by itself."""
-    if not transforms():
-        return is_dual_level()
-    inside: Any = torch._C
-    return inside._functorch.peek_interpreter_stack().key() == inside._functorch.TransformType.Jvp
+            return joined(out, tout), joined(lse, tlse), None
+    return runs.apply(_FunctionalAttention, *given)
 
 
 def gradients(runs: Any, arriving: Tensors, kept: Tensors, packs: Tensors, others: Tensors) -> Any:
     """The gradients of packs and others, None where not wanted, differentiable. kept: out, lse and what else there is."""
     out, lse, residual = (*kept, None)[:3]
-    made = _Backward.apply(runs, *arriving, out, lse, residual, *spread(packs), *others)
+    made = runs.apply(_Backward, *arriving, out, lse, residual, *spread(packs), *others)
     return _placed(runs, [*packs, *others], made)
 
 
@@ -194,13 +227,13 @@ class _FunctionalAttention(torch.autograd.Function):
         *given, out, lse, residual = ctx.saved_tensors
         if arriving[0] is None and arriving[1] is None:
             return (None,) * (1 + len(given))
-        made = _Backward.apply(ctx.runs, *arriving[:2], out, lse, residual, *given)
+        made = ctx.runs.apply(_Backward, *arriving[:2], out, lse, residual, *given)
         return None, *_placed(ctx.runs, given, made)
 
     @staticmethod
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         *given, out, lse, residual = ctx.saved_tensors
-        tout, tlse = _Tangent.apply(ctx.runs, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
+        tout, tlse = ctx.runs.apply(_Tangent, out, lse, residual, *given, *moved[1:])  # pyright: ignore[reportGeneralTypeIssues]
         return tout, tlse, torch.zeros_like(residual)  # within vmap no output may be without
 
 
@@ -229,23 +262,24 @@ class _Backward(torch.autograd.Function):
         if isinstance(ctx.runs, Prepared) and is_mapped(grads):
             raise _refuse("a batch of second derivatives", ctx.runs, "take one after another, or torch.func.hessian")
         moved, found, tout, tlse = _placed(ctx.runs, given, grads), (), None, None
-        along = any(ctx.needs_input_grad[1:3])
-        if any(ctx.needs_input_grad[6:]):
-            made: Any = _Second.apply(ctx.runs, along, dout, dlse, None, None, *given, *moved)
+        along, needs = any(ctx.needs_input_grad[1:3]), ctx.needs_input_grad[6:]
+        runs = ctx.runs.wanting(_bits(given, [need or None for need in needs])) if isinstance(ctx.runs, Recorded) else ctx.runs
+        if any(needs):
+            made: Any = runs.apply(_Second, along, dout, dlse, None, None, *given, *moved)
             found, (tout, tlse) = (made[:-2], made[-2:]) if along else (made, (None, None))
         elif along:
             try:
-                tout, tlse = _Tangent.apply(ctx.runs, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
+                tout, tlse = ctx.runs.apply(_Tangent, None, None, None, *given, *moved)  # pyright: ignore[reportGeneralTypeIssues]
             except NotSupported as error:  # it is no tangent that was asked for
                 raise NotSupported("the second derivative of attention", error.reasons) from None
         arriving = None if dout is None else tout, None if dlse is None else tlse
-        second = _placed(ctx.runs, given, found) if found else [None] * len(given)
+        second = _placed(runs, given, found) if found else [None] * len(given)
         return None, *arriving, None, None, None, *second
 
     @staticmethod
     def jvp(ctx: Any, *moved: Maybe) -> Any:
         dout, dlse, *given = ctx.saved_tensors
-        return _Second.apply(ctx.runs, False, dout, dlse, *moved[1:3], *given, *moved[6:])
+        return ctx.runs.apply(_Second, False, dout, dlse, *moved[1:3], *given, *moved[6:])
 
 
 class _Tangent(torch.autograd.Function):
@@ -273,9 +307,9 @@ class _Tangent(torch.autograd.Function):
             return (None,) * (4 + len(rest))
         if out is None:
             raise _refuse("the third derivative", runs, "derivatives of second derivatives are not implemented")
-        second = _placed(runs, given, _Second.apply(runs, False, *grads, None, None, *given, *moved))
+        second = _placed(runs, given, runs.apply(_Second, False, *grads, None, None, *given, *moved))
         linear = runs.wanting(_bits(given, moved))
-        first = _placed(linear, given, _Backward.apply(linear, *grads, out, lse, residual, *given))
+        first = _placed(linear, given, linear.apply(_Backward, *grads, out, lse, residual, *given))
         return None, None, None, None, *second, *first
 
     @staticmethod
@@ -325,12 +359,12 @@ class _Dual(torch.autograd.Function):
         def first(runs: Any, arriving: Tensors, at: Tensors) -> list[Maybe]:
             kept = (out, lse, out.new_empty(0))
             if out.dtype is torch.float32:  # whose backward wants more of its forward
-                kept = _FunctionalAttention.apply(runs, *given)
-            return _placed(runs, given, _Backward.apply(runs, *arriving, *kept, *at))
+                kept = runs.apply(_FunctionalAttention, *given)
+            return _placed(runs, given, runs.apply(_Backward, *arriving, *kept, *at))
 
         if all(g is None for g in along):
             return None, *first(runs, arriving, runs.duals or given), *(None for _ in moved)
-        second = _placed(runs, given, _Second.apply(runs, False, *along, *arriving, *given, *moved))
+        second = _placed(runs, given, runs.apply(_Second, False, *along, *arriving, *given, *moved))
         return None, *second, *first(runs.wanting(_bits(given, moved)), along, given)
 
     @staticmethod
@@ -366,75 +400,86 @@ def _third(runs: Any) -> NotSupported:
     return _refuse("the third derivative", runs, reason + "torch.autograd.functional.vhp, or torch.func.jvp of torch.func.grad")
 
 
-# -- vmap -----------------------------------------------------------------------------------------------------------------
+# -- operators ------------------------------------------------------------------------------------------------------------
 
 
-def _folds(text: str, others: list[Any]) -> bool:
-    """Whether mapped calls are one call of a larger batch."""
-    return not read(text).varlen and not others
+def _wanting(wanted: int, text: str, packs: Tensors, others: list[torch.Tensor]) -> int:
+    """Of which tensors there are gradients to be: of those that ask for one at this level, too.
+
+    Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient.
+    """
+    for i, tensor in enumerate((*(t for t in packs if t is not None), *others[: read(text).captured])):
+        wanted |= int(tensor.requires_grad) << i
+    return wanted
 
 
-def _fold(tensor: Maybe, axis: int | None, count: int) -> Maybe:
-    """(count, batch, ...) as (count * batch, ...)."""
-    if tensor is None:
-        return None
-    tensor = tensor.expand(count, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
-    return tensor.flatten(0, 1)
+def _record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *numbers: Any) -> Any:
+    runs = Recorded(_wanting(wanted, text, (q, k, v), others), text, *numbers)
+    return record_at_level(_FunctionalAttention, runs, q, k, v, *others)
 
 
-def _at(tensor: Maybe, axis: int | None, index: int) -> Maybe:
-    return tensor if tensor is None or axis is None else tensor.select(axis, index)
+def _record_backward(
+    dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    return list(record_at_level(_Backward, Recorded(*asked), dout, dlse, out, lse, residual, q, k, v, *others))
 
 
-def one_by_one(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The operator's outputs for each index of the mapped axes, stacked."""
-    results = []
-    for i in range(count):
-        given = [
-            [_at(t, d, i) for t, d in zip(arg, dim, strict=True)] if isinstance(dim, (list, tuple)) else _at(arg, dim, i)
-            for arg, dim in zip(args, dims, strict=True)
-        ]
-        results.append(operator(*given))
-    return [torch.stack(made) for made in zip(*results, strict=True)]
+def _record_tangent(
+    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], wanted: int, text: str, *numbers: Any
+) -> Any:
+    given = (q, k, v, *others)
+    runs = Recorded(_wanting(wanted, text, (q, k, v), others), text, *numbers)
+    return record_at_level(_Dual, runs, *given, *_moved(given, moved))
 
 
-def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    count = info.batch_size
-    if not _folds(args[5], args[3]):
-        made = one_by_one(ATTENTION, count, in_dims, args)
-    else:
-        packs = [_fold(t, d, count) for t, d in zip(args[:3], in_dims[:3], strict=True)]
-        out, lse, residual = ATTENTION(*packs, *args[3:])
-        residual = residual.unflatten(0, (count, -1)) if residual.numel() else residual.expand(count, 0)
-        made = [out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1)), residual]
-    return tuple(made), (0,) * 3
+def _record_second(
+    dout: Maybe, dlse: Maybe, tdout: Maybe, tdlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    moved: list[Maybe], along: bool, *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    given = (q, k, v, *others)
+    return list(record_at_level(_Second, Recorded(*asked), along, dout, dlse, tdout, tdlse, *given, *_moved(given, moved)))
 
 
-def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-    count = info.batch_size
-    if not _folds(args[10], args[5]):
-        made = one_by_one(BACKWARD, count, in_dims, args)
-    else:
-        folded = [_fold(t, d, count) for t, d in zip(args[:5], in_dims[:5], strict=True)]
-        kept = [_fold(t, d, count) for t, d in zip(args[6:8], in_dims[6:8], strict=True)]
-        residual = args[8].flatten() if args[8].numel() == 0 else _fold(args[8], in_dims[8], count)
-        made = [g.unflatten(0, (count, -1)) for g in BACKWARD(*folded, args[5], *kept, residual, *args[9:])]
-    return made, [0] * len(made)
+def _moved(given: Tensors, there: list[Maybe]) -> list[Maybe]:
+    """Tangents in the places of the tensors that they belong to."""
+    tangents = iter(there)
+    return [None if t is None else next(tangents) for t in given]
 
 
-torch.library.register_vmap(f"{NAMESPACE}::attention", _map_attention, lib=LIBRARY)
-torch.library.register_vmap(f"{NAMESPACE}::attention_backward", _map_backward, lib=LIBRARY)
+def _move(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], *asked: Any) -> Any:
+    """The operator's outputs, with the tangents that its inputs bring."""
+    given, moved = apart((q, k, v, *others))
+    q, k, v, *others = given
+    out, lse, tout, tlse = TANGENT(q, k, v, others, _there(given, moved), *asked)
+    return joined(out, tout), joined(lse, tlse), out.new_zeros(residual_shape(lse.shape, out.dtype), dtype=torch.float32)
 
 
-def map_one_by_one(operator: Any, name: str, outputs: int | None) -> None:
-    """vmap runs the operator of that name for one index after another; `outputs`: how many, None for a list of them."""
+def _move_backward(
+    dout: Maybe, dlse: Maybe, q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor],
+    out: torch.Tensor, lse: torch.Tensor, residual: torch.Tensor, *asked: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Gradients with their tangents. out and lse are functions of the inputs, whose tangents say theirs."""
+    (dout, dlse, *given), (tdout, tdlse, *moved) = apart((dout, dlse, q, k, v, *others))
+    (q, k, v, *others), (kept, _) = given, apart((out, lse, residual))
+    if out.dtype is torch.float32:  # `_move` has no residual
+        kept = ATTENTION(q, k, v, others, *asked)
+    found = BACKWARD(dout, dlse, q, k, v, others, *kept, *asked)
+    tangents = SECOND(dout, dlse, tdout, tdlse, q, k, v, others, _there(given, moved), False, *asked)
+    return list(map(joined, found, tangents))
 
-    def mapped(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        made = one_by_one(operator, info.batch_size, in_dims, args)
-        return (made, [0] * len(made)) if outputs is None else (tuple(made), (0,) * outputs)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", mapped, lib=LIBRARY)
-
-
-map_one_by_one(TANGENT, "attention_tangent", 4)
-map_one_by_one(SECOND, "attention_second", None)
+ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, _record, moved=_move)
+BACKWARD = define(
+    f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
+    run_backward, fake_backward, _record_backward, moved=_move_backward,
+)  # fmt: skip
+TANGENT = define(
+    f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    run_tangent, fake_tangent, _record_tangent,
+)  # fmt: skip
+SECOND = define(
+    f"attention_second(Tensor? dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, {GIVEN}Tensor?[] moved, bool tangents, "
+    f"{ASKED}) -> Tensor[]",
+    run_second, fake_second, _record_second,
+)  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
+from flashtile.torch.execute.plain import transforms
+from flashtile.torch.routes.derivatives import apart, is_dual_level, is_jvp, refuse_tangents
 
 NAMESPACE = __name__.removesuffix(".torch.routes.library").replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -20,6 +21,7 @@ _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], record: Callable[..., Any] | None = None,
     told: Callable[..., tuple[str, Iterable[tuple[str, torch.Tensor]]]] | None = None, remedy: str = "",
+    moved: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:  # fmt: skip
     """The operator of a schema: what computes it on any device, what its outputs look like, and what records it for autograd.
 
@@ -40,10 +42,14 @@ def define(
         return operator
 
     def autograd(keyset: Any, *given: Any) -> Any:
-        if is_dual_level():
+        if is_dual_level() or is_jvp():
             tensors = [t for some in given for t in (some if isinstance(some, list) else (some,))]
-            what, named = told(*given) if told else (name, ((f"argument {i}", t) for i, t in enumerate(tensors)))
-            refuse_tangents(what, "autograd", named, remedy)
+            if moved and is_jvp():
+                if any(tangent is not None for tangent in apart(tensors)[1]):
+                    return moved(*given)
+            elif not (moved and transforms()):
+                what, named = told(*given) if told else (name, ((f"argument {i}", t) for i, t in enumerate(tensors)))
+                refuse_tangents(what, "autograd", named, remedy)
         if torch.is_grad_enabled():
             return record(*given)
         below = keyset & torch._C._after_ADInplaceOrView_keyset

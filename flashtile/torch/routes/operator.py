@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.autograd import forward_ad
 
 from flashtile.memory import Memory
 from flashtile.torch.call.describe import out_dtype
@@ -32,14 +32,6 @@ from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
 from flashtile.torch.execute.replay import laid
-from flashtile.torch.routes.derivatives import (
-    AN_OPERATOR_HAS_NONE,
-    is_dual_level,
-    record_at_level,
-    refuse_tangents,
-    second_derivative,
-)
-from flashtile.torch.routes.library import define
 from flashtile.torch.routes.request import Named, Request, read
 
 Maybe = torch.Tensor | None
@@ -329,106 +321,8 @@ def spread(packs: Sequence[Maybe]) -> tuple[Maybe, Maybe, Maybe]:
 def below_autograd() -> Generator[None]:
     """Where a Function that records an operator runs it: below autograd, or at the next of torch.func's levels.
 
-    That one records too, if gradients are enabled, which a Function switches off.
+    That one records too, and sees tangents, if both are enabled, which a Function switches off.
     """
-    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(bool(transforms())):
+    above = bool(transforms())
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(above), forward_ad._set_fwd_grad_enabled(above):  # pyright: ignore[reportPrivateUsage]
         yield
-
-
-class _OperatorAttention(torch.autograd.Function):
-    """The operator, with its gradients by the other one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, asked: tuple[Any, ...], q: torch.Tensor, k: Maybe, v: Maybe, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with below_autograd():
-            made = ATTENTION(q, k, v, list(others), *asked)
-        packs = [t for t in (q, k, v) if t is not None]
-        ctx.asked, ctx.count = asked, len(packs)
-        ctx.set_materialize_grads(False)
-        if asked[0]:
-            ctx.save_for_backward(*packs, *others, *made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Maybe) -> Any:
-        dout, dlse, _ = arriving
-        wanted, count, saved = ctx.asked[0], ctx.count, ctx.saved_tensors
-        if not wanted or (dout is None and dlse is None):
-            return (None,) * len(ctx.needs_input_grad)
-        if is_dual_level():
-            refuse_tangents("attention", "autograd", (("dout", dout), ("dlse", dlse)))
-        packs, others, kept = saved[:count], saved[count:-3], saved[-3:]
-        found = iter(BACKWARD(dout, dlse, *spread(packs), list(others), *kept, *ctx.asked))
-        grads = [next(found) if wanted >> i & 1 else None for i in range(count + len(others))]
-        return None, *spread(grads[:count]), *grads[count:]
-
-
-def record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *asked: Any) -> Any:
-    """The operator's outputs, with their gradients by `_OperatorAttention`.
-
-    Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient:
-    here, at the level of one of them, they say it.
-    """
-    packs = [t for t in (q, k, v) if t is not None]
-    for i, tensor in enumerate((*packs, *others[: read(text).captured])):
-        wanted |= int(tensor.requires_grad) << i
-    return record_at_level(_OperatorAttention, (wanted, text, *asked), q, k, v, *others)
-
-
-class _Gradients(torch.autograd.Function):
-    """The operator of gradients, with a refusal for theirs. Its inputs are there for their edges alone."""
-
-    @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], *_: Maybe) -> tuple[torch.Tensor, ...]:
-        with below_autograd():
-            return tuple(BACKWARD(*given))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Maybe) -> Any:
-        raise second_derivative("attention", "autograd", AN_OPERATOR_HAS_NONE)
-
-
-def record_gradients(*given: Any) -> list[torch.Tensor]:
-    """The gradients, for whoever differentiates them (create_graph, a transform of a transform): no zero but a refusal."""
-    dout, dlse, q, k, v, others, out, lse, residual, *_ = given
-    return list(record_at_level(_Gradients, given, dout, dlse, q, k, v, *others, out, lse, residual))
-
-
-ATTENTION = define(
-    f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, record, remedy=AN_OPERATOR_HAS_NONE
-)
-BACKWARD = define(
-    f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
-    run_backward, fake_backward, record_gradients, remedy=AN_OPERATOR_HAS_NONE,
-)  # fmt: skip
-TANGENT = define(
-    f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor, Tensor, Tensor)", run_tangent, fake_tangent
-)
-SECOND = define(
-    f"attention_second(Tensor? dout, Tensor? dlse, Tensor? tdout, Tensor? tdlse, {GIVEN}Tensor?[] moved, bool tangents, "
-    f"{ASKED}) -> Tensor[]",
-    run_second, fake_second,
-)  # fmt: skip
-
-
-# -- counts, batches ------------------------------------------------------------------------------------------------------
-
-
-@register_flop_formula(ATTENTION.overloadpacket, get_raw=True)
-def attention_flops(
-    q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, floats: list[float],
-    ints: list[int], **_: Any,
-) -> int:  # fmt: skip
-    """FLOPs of a forward, on the visible scores alone."""
-    packs = tuple(t for t in (q, k, v) if t is not None)
-    return read(text).named(packs, others, wanted, floats, ints).problem.flops("forward")
-
-
-@register_flop_formula(BACKWARD.overloadpacket, get_raw=True)
-def attention_backward_flops(dout: Maybe, dlse: Maybe, *given: Any, **_: Any) -> int:
-    """FLOPs of a backward, on the visible scores alone."""
-    q, k, v, others = given[:4]
-    packs = tuple(t for t in (q, k, v) if t is not None)
-    return read(given[8]).named(packs, others, given[7], *given[9:]).problem.flops("backward")

@@ -20,11 +20,11 @@ from flashtile.torch.execute.directed import entropy_gradients, forward_with_sta
 from flashtile.torch.execute.plain import is_compiling
 from flashtile.torch.execute.replay import laid
 from flashtile.torch.routes.derivatives import is_dual_level, record_at_level, refuse_tangents, second_derivative
-from flashtile.torch.routes.functional import Asked, gradients, map_one_by_one
+from flashtile.torch.routes.functional import BACKWARD, Asked, gradients
 from flashtile.torch.routes.library import define
+from flashtile.torch.routes.mapped import map_one_by_one
 from flashtile.torch.routes.operator import (
     ASKED,
-    BACKWARD,
     GIVEN,
     Maybe,
     below_autograd,

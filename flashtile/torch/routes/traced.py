@@ -15,8 +15,8 @@ from flashtile.torch.execute.packing import Packing
 from flashtile.torch.execute.plain import autocasts, is_compiling, is_watched, transforms
 from flashtile.torch.execute.plain import is_traced as watched_or_transformed
 from flashtile.torch.routes.derivatives import is_dual_level
-from flashtile.torch.routes.functional import attend_transformed, requires_grad_below
-from flashtile.torch.routes.operator import ATTENTION, spread
+from flashtile.torch.routes.functional import ATTENTION, attend_transformed, requires_grad_below
+from flashtile.torch.routes.operator import spread
 from flashtile.torch.routes.request import write
 
 
