@@ -37,7 +37,7 @@ numbers: dict[tuple[Any, ...], Any] = {}  # by element, Python's type and value
 
 def operators() -> dict[str, Callable[[Operator], Operator]]:
     """What makes a method of tensors, by its name, of Triton's own."""
-    made: dict[str, Callable[[Operator], Operator]] = {"__getitem__": _index, "to": _to}
+    made: dict[str, Callable[[Operator], Operator]] = {"__getitem__": _index, "to": conversion}
     for computes, elements, answer in (
         (ARITHMETIC, (*SIGNED, *UNSIGNED, "fp16", "fp32", "fp64"), None),
         (DIVISIONS, SIGNED, None),
@@ -56,7 +56,7 @@ def operator(
     compute: Callable[[Any, Any], Any], elements: frozenset[str], answer: Any = None
 ) -> Callable[[Operator], Operator]:
     """answer: the element type of what comes of it, where that is not the operands'."""
-    adds = compute is np.add
+    adds, truths = compute is np.add, compute in (np.equal, np.not_equal)
 
     def made(own: Operator) -> Operator:
         def operate(self: Any, other: Any) -> Any:
@@ -78,7 +78,10 @@ def operator(
                     return own(self, other)
             else:
                 moves = adds and element.is_ptr()
-                right = number_of("int64" if moves else element.name, getattr(other, "value", other))
+                value = getattr(other, "value", other)
+                if truths and element.name == "int1" and type(value) is int and 0 <= value <= 1:
+                    return make_tensor(compute(self.handle.data, np.bool_(value)), answer, block)
+                right = number_of("int64" if moves else element.name, value)
                 if right is None or not (moves or element.name in elements):
                     return own(self, other)
                 if moves:
@@ -117,7 +120,7 @@ def _is_block(tensor: Any) -> bool:
 def make_tensor(data: Any, element: Any, block: bool) -> Any:
     """A tensor of this element type that holds the data."""
     handle, tensor = new(interpreter.TensorHandle), new(core.tensor)
-    handle.data, handle.dtype, handle.attr = data, element, {}
+    handle.data, handle.dtype = data, element
     tensor.handle, tensor.dtype, tensor.type = handle, element, element
     if block:
         key = element.name, data.shape
@@ -127,7 +130,7 @@ def make_tensor(data: Any, element: Any, block: bool) -> Any:
     return tensor
 
 
-def _to(own: Callable[..., Any]) -> Callable[..., Any]:
+def conversion(own: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor in another type, in its own, or its bits as another one's."""
 
     def to(self: Any, dtype: Any, *rest: Any, **more: Any) -> Any:
@@ -175,19 +178,14 @@ def quick_where(own: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a choice between two."""
 
     def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
-        tensors = [operand for operand in (x, y) if type(operand) is core.tensor]
-        if condition.dtype.name == "int1" and tensors:
-            element = tensors[0].dtype
-            chosen = [
-                number_of(element.name, operand) if type(operand) is not core.tensor
-                else operand.handle.data if operand.dtype.name == element.name
-                else None
-                for operand in (x, y)
-            ]  # fmt: skip
-            if chosen[0] is not None and chosen[1] is not None:
-                return make_tensor(
-                    np.where(condition.handle.data, *chosen), element, any(map(_is_block, (condition, *tensors)))
-                )
+        of_x, of_y = type(x) is core.tensor, type(y) is core.tensor
+        if condition.dtype.name == "int1" and (of_x or of_y):
+            element = x.dtype if of_x else y.dtype
+            block = condition.type is not condition.dtype or (of_x and _is_block(x)) or (of_y and _is_block(y))
+            left = x.handle.data if of_x else number_of(element.name, x)
+            right = number_of(element.name, y) if not of_y else y.handle.data if y.dtype.name == element.name else None
+            if left is not None and right is not None:
+                return make_tensor(np.where(condition.handle.data, left, right), element, block)
         return own(self, condition, x, y)
 
     where.__wrapped__ = own
