@@ -21,6 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of the C library: what is freed is used again. What it hands back to the system comes anew page by page.
+KEEPS = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 SPENT = [0.0]  # core seconds of all that have ended, which the system counts here only when this process ends
 _started: list[subprocess.Popen[str]] = []
 
@@ -43,7 +45,7 @@ def run(
 
 def _ask(request: str, timeout: float) -> dict[str, Any]:
     if not _started:
-        command, environment = [sys.executable, "-m", "tests.forked"], {**os.environ, "PYTHONPATH": str(ROOT)}
+        command, environment = [sys.executable, "-m", "tests.forked"], {**os.environ, **KEEPS, "PYTHONPATH": str(ROOT)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         _started.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes))
         atexit.register(_end)

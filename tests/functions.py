@@ -12,14 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from triton.language import core
+from triton.language import core, standard
 from triton.runtime import interpreter
 
-from tests.operators import REALS, SIGNED, UNSIGNED, make_tensor, number_of, operator
+from tests.operators import REALS, SIGNED, UNSIGNED, conversion, make_tensor, number_of, operator
 
 Function = Callable[..., Any]
 
 PLAIN = frozenset((*SIGNED, *UNSIGNED, *REALS, "int8", "uint8", "int16", "uint16", "fp16", "bf16", "fp8e4nv", "fp8e5"))
+LOADED, BYTE = PLAIN | {"int1"}, np.dtype(np.int8)
 HINTS = {"cache_modifier": ("", ".cg"), "eviction_policy": ("", "evict_first", "evict_last")}  # of no meaning to numbers
 ADDRESSES = 2**47  # of a process
 LOWEST = 4096
@@ -28,7 +29,7 @@ LOWEST = 4096
 def functions() -> dict[str, Callable[[Function], Function]]:
     """What makes a function of triton.language, by its name, of Triton's own."""
     return {
-        "load": _load, "store": _store, "dot": _dot, "arange": _arange, "full": _full, "trans": _trans,
+        "load": _load, "store": _store, "dot": _dot, "arange": _arange, "full": _full, "trans": _trans, "cast": _cast,
         "minimum": _extreme(np.minimum), "maximum": _extreme(np.maximum),
     }  # fmt: skip
 
@@ -40,12 +41,12 @@ def memory(kind: np.dtype[Any]) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def _places(pointer: Any, mask: Any, more: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+def _places(pointer: Any, mask: Any, more: dict[str, Any], kinds: frozenset[str] = PLAIN) -> tuple[Any, Any, Any] | None:
     """(element, place in memory of each, which of them, or None for all), where that is plain."""
     if type(pointer) is not core.tensor or pointer.dtype.__class__ is not core.pointer_type:
         return None
     element = pointer.dtype.element_ty
-    if element.__class__ is not core.dtype or element.name not in PLAIN:
+    if element.__class__ is not core.dtype or element.name not in kinds:
         return None
     for name, value in more.items():
         if getattr(value, "value", value) not in HINTS.get(name, ()):
@@ -77,11 +78,12 @@ def _is_zero(number: Any) -> bool:
 
 def _load(own: Function) -> Function:
     def load(pointer: Any, mask: Any = None, other: Any = None, *rest: Any, **more: Any) -> Any:
-        found = None if rest or (mask is None and other is not None) else _places(pointer, mask, more)
+        found = None if rest or (mask is None and other is not None) else _places(pointer, mask, more, LOADED)
         if found is None:
             return own(pointer, mask, other, *rest, **more)
         element, places, seen = found
-        held = memory(interpreter._get_np_dtype(element))
+        truths = element.name == "int1"  # a byte each
+        held = memory(BYTE if truths else interpreter._get_np_dtype(element))
         filled = 0 if other is None or _is_zero(getattr(other, "value", other)) else _filling(other, element, pointer)
         if filled is None:
             return own(pointer, mask, other, **more)
@@ -91,6 +93,8 @@ def _load(own: Function) -> Function:
             data = np.empty(places.shape, held.dtype)
             data[...] = filled
             data[seen] = held[places[seen]]
+        if truths:
+            data = data != 0
         return make_tensor(data, element, pointer.type is not pointer.dtype)
 
     return load
@@ -98,6 +102,8 @@ def _load(own: Function) -> Function:
 
 def _filling(other: Any, element: Any, pointer: Any) -> Any:
     """What is there instead, as numpy takes it; None where Triton has to be asked."""
+    if element.name == "int1":
+        return None
     if type(other) is core.tensor:
         return _spread(other, pointer) if other.dtype.name == element.name else None
     number = getattr(other, "value", other)
@@ -142,6 +148,11 @@ def _dot(own: Function) -> Function:
         return core.tensor(builder.create_dot(input.handle, other.handle, begun, None, 0), kind)
 
     return dot
+
+
+def _cast(own: Function) -> Function:
+    of_tensor = conversion(own)
+    return lambda input, *how, **more: (of_tensor if type(input) is core.tensor else own)(input, *how, **more)
 
 
 def _arange(own: Function) -> Function:
@@ -203,6 +214,32 @@ def _extreme(compute: Callable[[Any, Any], Any]) -> Callable[[Function], Functio
             return turned(y, x) if type(y) is core.tensor else own(x, y)
 
         return extreme
+
+    return made
+
+
+def reductions() -> dict[Any, Callable[[Function], Function]]:
+    """The same for the functions of triton.language that are kernels' own: what they are of, and what makes one of it."""
+    by_numpy = {standard.max: np.fmax, standard.min: np.fmin, standard.sum: np.add}
+    return {kernel.fn: _reduction(compute) for kernel, compute in by_numpy.items()}
+
+
+def _reduction(compute: Any) -> Callable[[Function], Function]:
+    elements = frozenset((*SIGNED, *UNSIGNED, *REALS))
+
+    def made(own: Function) -> Function:
+        def reduction(input: Any, axis: Any = None, *rest: Any, **more: Any) -> Any:
+            along = getattr(axis, "value", axis)
+            if not rest and not more and type(along) is int and type(input) is core.tensor and input.dtype.name in elements:
+                data = input.handle.data
+                if input.type is not input.dtype and 0 <= along < data.ndim:
+                    left = compute.reduce(data, along)
+                    if data.ndim == 1:
+                        return make_tensor(np.array([left], data.dtype), input.dtype, False)
+                    return make_tensor(left.astype(data.dtype, copy=False), input.dtype, True)
+            return own(input, axis, *rest, **more)
+
+        return reduction
 
     return made
 

@@ -17,6 +17,7 @@ from flashtile.triton_glue.interpreter import narrow, widen
 
 Operator = Callable[[Any, Any], Any]
 new: Any = object.__new__
+Handle, Tensor = interpreter.TensorHandle, core.tensor
 
 SIGNED, UNSIGNED = ("int32", "int64"), ("uint32", "uint64")
 ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -32,12 +33,14 @@ RANGES = {  # of numbers that are taken in a tensor's type, without a sign those
     **dict.fromkeys(SIGNED, (-(2**31), 2**31 - 1)), **dict.fromkeys(UNSIGNED, (0, 2**32 - 1)), "fp32": (2.0**-126, 2.0**127)
 }  # fmt: skip
 kinds: dict[tuple[Any, ...], Any] = {}  # block types, by element and shape
+sizes: dict[str, np.uint64] = {}  # of what pointers are to, by their type
+moves: dict[tuple[str, int], np.uint64 | None] = {}
 numbers: dict[tuple[Any, ...], Any] = {}  # by element, Python's type and value
 
 
 def operators() -> dict[str, Callable[[Operator], Operator]]:
     """What makes a method of tensors, by its name, of Triton's own."""
-    made: dict[str, Callable[[Operator], Operator]] = {"__getitem__": _index, "to": _to}
+    made: dict[str, Callable[[Operator], Operator]] = {"__getitem__": _index, "to": conversion}
     for computes, elements, answer in (
         (ARITHMETIC, (*SIGNED, *UNSIGNED, "fp16", "fp32", "fp64"), None),
         (DIVISIONS, SIGNED, None),
@@ -56,18 +59,18 @@ def operator(
     compute: Callable[[Any, Any], Any], elements: frozenset[str], answer: Any = None
 ) -> Callable[[Operator], Operator]:
     """answer: the element type of what comes of it, where that is not the operands'."""
-    adds = compute is np.add
+    adds, truths = compute is np.add, compute in (np.equal, np.not_equal)
 
     def made(own: Operator) -> Operator:
         def operate(self: Any, other: Any) -> Any:
-            element = self.dtype
-            block = self.type is not element
-            if type(other) is core.tensor:
+            element, kind, left = self.dtype, self.type, self.handle.data
+            block = kind is not element
+            if type(other) is Tensor:
                 right, beside = other.handle.data, other.dtype
                 block = block or other.type is not beside
-                if beside.name != element.name:
+                if beside is not element and beside.name != element.name:
                     if adds and element.is_ptr() and beside.name in SIGNED:
-                        right = right.astype(np.uint64) * _bytes(element)
+                        right = (right.view if beside is core.int64 else right.astype)(np.uint64) * _bytes(element)
                     elif element.name in SIGNED and beside.name in SIGNED and "int64" in elements:
                         element = core.int64
                     elif element.name in REALS and beside.name in REALS and "fp64" in elements:
@@ -77,13 +80,26 @@ def operator(
                 elif element.name not in elements:
                     return own(self, other)
             else:
-                moves = adds and element.is_ptr()
-                right = number_of("int64" if moves else element.name, getattr(other, "value", other))
-                if right is None or not (moves or element.name in elements):
+                value = getattr(other, "value", other)
+                if element.name in elements:
+                    right = number_of(element.name, value)
+                elif adds and element.is_ptr():
+                    right = _move(element, value)
+                elif truths and element.name == "int1" and type(value) is int and 0 <= value <= 1:
+                    right = np.bool_(value)
+                else:
+                    right = None
+                if right is None:
                     return own(self, other)
-                if moves:
-                    right = right.astype(np.uint64) * _bytes(element)
-            return make_tensor(compute(self.handle.data, right), answer or element, block)
+            data = compute(left, right)
+            if answer is not None:
+                return make_tensor(data, answer, block)
+            if not block or element is not self.dtype or data.shape != left.shape or kind is element:
+                return make_tensor(data, element, block)
+            handle, tensor = new(Handle), new(Tensor)
+            handle.data, handle.dtype = data, element
+            tensor.handle, tensor.dtype, tensor.type = handle, element, kind
+            return tensor
 
         return operate
 
@@ -95,7 +111,9 @@ def number_of(element: str, value: Any) -> Any:
     if type(value) is not int and type(value) is not float:
         return None
     key = element, type(value), value
-    if key not in numbers:
+    try:
+        return numbers[key]
+    except KeyError:
         least, most = RANGES.get(element, (0, -1))
         if type(value) is int:
             has = element not in REALS and least <= value <= most
@@ -107,7 +125,21 @@ def number_of(element: str, value: Any) -> Any:
 
 
 def _bytes(pointer: Any) -> np.uint64:
-    return np.uint64(max(1, pointer.element_ty.primitive_bitwidth // 8))
+    """How far apart elements are."""
+    if pointer.name not in sizes:
+        sizes[pointer.name] = np.uint64(max(1, pointer.element_ty.primitive_bitwidth // 8))
+    return sizes[pointer.name]
+
+
+def _move(pointer: Any, value: Any) -> np.uint64 | None:
+    """What so many elements add to an address."""
+    if type(value) is not int:
+        return None
+    key = pointer.name, value
+    if key not in moves:
+        number = number_of("int64", value)
+        moves[key] = None if number is None else number.astype(np.uint64) * _bytes(pointer)
+    return moves[key]
 
 
 def _is_block(tensor: Any) -> bool:
@@ -116,18 +148,19 @@ def _is_block(tensor: Any) -> bool:
 
 def make_tensor(data: Any, element: Any, block: bool) -> Any:
     """A tensor of this element type that holds the data."""
-    handle, tensor = new(interpreter.TensorHandle), new(core.tensor)
-    handle.data, handle.dtype, handle.attr = data, element, {}
+    handle, tensor = new(Handle), new(Tensor)
+    handle.data, handle.dtype = data, element
     tensor.handle, tensor.dtype, tensor.type = handle, element, element
     if block:
         key = element.name, data.shape
-        if key not in kinds:
-            kinds[key] = core.block_type(element, list(data.shape))
-        tensor.type = kinds[key]
+        try:
+            tensor.type = kinds[key]
+        except KeyError:
+            tensor.type = kinds[key] = core.block_type(element, list(data.shape))
     return tensor
 
 
-def _to(own: Callable[..., Any]) -> Callable[..., Any]:
+def conversion(own: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor in another type, in its own, or its bits as another one's."""
 
     def to(self: Any, dtype: Any, *rest: Any, **more: Any) -> Any:
@@ -175,19 +208,14 @@ def quick_where(own: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a choice between two."""
 
     def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
-        tensors = [operand for operand in (x, y) if type(operand) is core.tensor]
-        if condition.dtype.name == "int1" and tensors:
-            element = tensors[0].dtype
-            chosen = [
-                number_of(element.name, operand) if type(operand) is not core.tensor
-                else operand.handle.data if operand.dtype.name == element.name
-                else None
-                for operand in (x, y)
-            ]  # fmt: skip
-            if chosen[0] is not None and chosen[1] is not None:
-                return make_tensor(
-                    np.where(condition.handle.data, *chosen), element, any(map(_is_block, (condition, *tensors)))
-                )
+        of_x, of_y = type(x) is core.tensor, type(y) is core.tensor
+        if condition.dtype.name == "int1" and (of_x or of_y):
+            element = x.dtype if of_x else y.dtype
+            block = condition.type is not condition.dtype or (of_x and _is_block(x)) or (of_y and _is_block(y))
+            left = x.handle.data if of_x else number_of(element.name, x)
+            right = number_of(element.name, y) if not of_y else y.handle.data if y.dtype.name == element.name else None
+            if left is not None and right is not None:
+                return make_tensor(np.where(condition.handle.data, left, right), element, block)
         return own(self, condition, x, y)
 
     where.__wrapped__ = own

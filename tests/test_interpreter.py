@@ -17,10 +17,10 @@ if not _triton.INTERPRETED:
     pytest.skip("kernels are compiled here", allow_module_level=True)
 
 import triton
-from triton.language import core, semantic
+from triton.language import core, semantic, standard
 from triton.runtime import interpreter
 
-from tests.functions import TRITONS, functions
+from tests.functions import TRITONS, functions, reductions
 from tests.operators import operators, quick_where
 from tests.quicken import TRITON
 
@@ -239,6 +239,37 @@ def test_extremes_are_tritons(name: str) -> None:
         for pair in ((draw(element, shape, 3), number), (core.constexpr(number), draw(element, shape, 3)), (number, number)):
             assert told(quick, *pair) == told(own, *pair), (element, shape, number)
             assert told(partial(quick, **nan), *pair) == told(partial(own, **nan), *pair), (element, shape, number)
+
+
+@pytest.mark.parametrize("name", ["max", "min", "sum"])
+def test_reductions_are_tritons(name: str, request: pytest.FixtureRequest) -> None:
+    kernel = getattr(standard, name)
+    own, scope = kernel.rewrite(), interpreter._patch_lang(kernel.fn)
+    request.addfinalizer(scope.restore)
+    quick, left_to_own = (reductions()[kernel.fn](other) for other in (own, lambda *_: "left to Triton's own"))
+    for element, shape in itertools.product(ELEMENTS[:-1], (*SHAPES, (16, 32), (4, 4, 8))):
+        tensor = draw(element, shape, 1)
+        for axis in (0, 1, 2, 3, -1, None, core.constexpr(0), core.constexpr(1)):
+            assert told(quick, tensor, axis) == told(own, tensor, axis), (element, shape, axis)
+        kept = partial(quick, keep_dims=True), partial(own, keep_dims=True)
+        assert told(kept[0], tensor, 0) == told(kept[1], tensor, 0), (element, shape)
+    nothing = core.tensor(
+        interpreter.TensorHandle(np.full((4, 4), np.nan, np.float32), core.float32), draw(core.float32, (4, 4), 1).type
+    )
+    assert told(quick, nothing, 1) == told(own, nothing, 1) != "an error"
+    assert left_to_own(nothing, 1).handle.data.shape == (4,)
+
+
+def test_casts_are_tritons() -> None:
+    own, quick = language("cast")
+    for a, b, shape in itertools.product(ELEMENTS[:-1], ELEMENTS[:-1], FEW):
+        tensor = draw(a, shape, 1)
+        for element, more in itertools.product(
+            (b, core.constexpr(b)), ({}, {"bitcast": True}, {"fp_downcast_rounding": "rtz"})
+        ):
+            assert told(partial(quick, **more), tensor, element) == told(partial(own, **more), tensor, element), (a, b, more)
+    for number, element in itertools.product(NUMBERS, ELEMENTS[:-1]):
+        assert told(quick, number, element) == told(own, number, element), (number, element)
 
 
 def test_float64_and_bfloat16_become_each_other() -> None:
