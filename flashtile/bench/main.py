@@ -42,7 +42,7 @@ class Passes(str, Enum):
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="Suites to run (see --list), or shapes of yours: 'attention(q=2x4096x16x128,kv=4096x16x128,bf16)'."),
+        typer.Argument(help="Suites (see --list), or shapes of yours: 'attention(q=2x4096x16x128,kv=4096x16x128,bf16)'."),
     ] = None,
     direction: Annotated[Passes, typer.Option(help="Passes to measure; a backward is timed alone.")] = Passes.BOTH,
     provider: Annotated[
