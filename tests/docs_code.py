@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +135,8 @@ def given(code: str) -> dict[str, Any]:
             patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
             joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
         )  # fmt: skip
-        names["pipeline"] = SimpleNamespace(transformer=made)
+        pipeline = type("Pipeline", (), {"transformer": made, "__call__": lambda self, prompt: prompt})
+        names |= dict(pipeline=pipeline(), prompt="")
     if "onnx" in code:
         names["model"] = flashtile.nn.Attention(32, 2, causal=True).eval()
     if "get_local_kernel" in code:

@@ -110,6 +110,14 @@ def test_the_tests_of_answers_can_fail() -> None:
     assert minutes(500, 3) == 3.0
 
 
+def test_the_site_s_search_finds_a_word_beside_punctuation() -> None:
+    """Its words are what a pattern parts, and what is typed is their beginning: "(BigBird," must not be one."""
+    (separator,) = re.findall(r"separator: '(.*?)' #", (ROOT / "mkdocs.yml").read_text())
+    words = [word for answer in ANSWERS for word in re.split(separator, answer.question) if word]
+    assert {"BigBird", "torch.compile", "GQA", "head_dim"} <= set(words)
+    assert [word for word in words if not word[0].isalnum()] == []
+
+
 def test_a_page_s_list_is_of_its_headings_and_an_unknown_mark_is_an_error() -> None:
     text = "# T\n\n<!-- contents:begin -->\n## old\n<!-- contents:end -->\n\n## A, b?\n\n## c\n"
     assert contents(text) == "- [A, b?](#a-b)\n- [c](#c)\n"

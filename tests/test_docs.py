@@ -48,7 +48,8 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
         "said |= {name: answers(page(name)) for name in (f'answers/{group}.md' for group in answer_pages.GROUPS)};"
         "said |= {name: made(page(name)) for name, made in (('../README.md', readme), ('explanation/numerics.md', numerics),"
         " ('jax.md', jax), ('features.md', features), ('limits.md', limits), ('answers.md', answers),"
-        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', fp8))};"
+        " ('reference/environment.md', environment), ('tutorials/cache.md', caches), ('how-to/fp8.md', fp8),"
+        " ('how-to/block-masks.md', block_masks))};"
         "print(*sorted(said)); print(*(name for name, text in said.items() if text != page(name)))"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
@@ -56,7 +57,8 @@ def test_what_is_generated_is_what_the_results_and_the_backends_say() -> None:
     groups = " ".join(sorted(f"answers/{group}.md" for group in answer_pages.GROUPS))
     rows = " ".join(sorted(f"benchmarks/{page}.md" for page in benchmark_pages.SUBJECTS))
     generated = (
-        f"../README.md answers.md {groups} benchmarks.md {rows} explanation/numerics.md features.md goals.md how-to/fp8.md "
+        f"../README.md answers.md {groups} benchmarks.md {rows} explanation/numerics.md features.md goals.md "
+        "how-to/block-masks.md how-to/fp8.md "
         "jax.md limits.md reference/arguments.md reference/environment.md support.md tutorials/cache.md"
     )
     assert done.stdout == f"{generated}\n\n", "run `make docs` for the pages of the second line"

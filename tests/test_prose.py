@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tools import front_page, script_tables, shapes
+from tools import error_table, front_page, script_tables, shapes
 from tools.companion_tables import read
 
 ROOT = Path(__file__).parent.parent
@@ -131,6 +132,18 @@ def test_a_training_step_s_table_is_what_the_rows_say() -> None:
     ms = {who: sum(float(row["ms"]) for row in mine if row["provider"] == who) for who in ("flashtile/hopper", "fa4")}
     (line,) = (line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| 128, causal |"))
     assert line.endswith(f" {ms['fa4'] / ms['flashtile/hopper']:.2f}x |")
+
+
+def test_gains_of_blocks_and_bounds_of_large_scores_are_added_up_by_hand() -> None:
+    rows = [row for row in read(ROOT / "benchmarks" / "results" / "varlen-h100.csv") if row["note"] == "32768 tokens"]
+    ms = {row["name"]: float(row["ms"]) for row in rows if (row["section"], row["direction"]) == ("blocks", "bwd")}
+    page = (ROOT / "docs" / "how-to" / "block-masks.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("| 32,768 | 95 % | 20x |"))
+    assert f" {ms['dense'] / ms['flashtile 95%']:.1f}x | " in line
+    assert line.endswith(f", {ms['flex 95%'] / ms['flashtile 95%']:.2f} |")
+    assert error_table.factor(1e5) == pytest.approx(1 + 4.3 / 2**24 * 1e5, abs=5e-4)
+    assert error_table.factor(1e5, 128) == pytest.approx(error_table.factor(1e5) * math.exp(8 * 2 / 2**23 * 1e5))
+    assert "| 10^5 | 1.026 | 1.13 | 1.24 |" in (ROOT / "docs" / "limits.md").read_text()
 
 
 def test_builds_are_told_of_by_rows_of_several_processes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from flashtile.bench.result import read
-from tools import fp8_rows, front_page, script_tables, shapes
+from tools import block_rows, error_table, fp8_rows, front_page, script_tables, shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "answers"
@@ -64,12 +64,14 @@ def figures(results: Path) -> dict[str, str]:
         "behind": "; ".join(f"{what}: {speed} of {peer}" for what, speed, peer in front_page.behind(results)),
         "costs": "; ".join(f"{name} {ms}" for (name, mask), (ms, _) in _costs(results).items() if mask == "full"),
         "bias": _bias(results),
+        "blocks": block_rows.sentence(results),
         "cpu16": slow["16-bit backward on a CPU"][0],
         "cpu32": slow["fp32 forward and backward on one thread of a CPU; small calls most"][0],
         "cputimes": script_tables.cpu_times(results),
         "decoding": script_tables.decoding(results),
         "cross": _ways(fast[front_page.called(results, "hopper-cudnn-cross")]),
         "documents": script_tables.documents(results),
+        "depths": shapes.timed_head_dims(results),
         "drafts": script_tables.drafts(results),
         "e4m3": script_tables.e4m3_caches(results),
         "fp8": fp8_rows.shares(results),
@@ -78,6 +80,7 @@ def figures(results: Path) -> dict[str, str]:
         "flex": _beside_flex(results),
         "fp32": _ways(fast[front_page.called(results, "fp32-llmc")]),
         "head": script_tables.head(results),
+        "large": error_table.large_in_words(),
         "latent": "; ".join(_latent(results)),
         "models": slow[front_page.MODELS][0],
         "norms": _ways(norms),

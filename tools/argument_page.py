@@ -14,6 +14,8 @@ CALLS: tuple[Callable[..., Any], ...] = (
     flashtile.attention_cached,
     flashtile.append_to_cache,
     flashtile.quantize,
+    flashtile.Blocks.build,
+    flashtile.Blocks.from_block_mask,
     flashtile.explain,
 )
 
@@ -28,14 +30,14 @@ def page() -> str:
     ]
     for call in CALLS:
         told = (inspect.getdoc(call) or "").splitlines()
-        parts += ["", f"## flashtile.{call.__name__}", "", "```text", *signature(call), "```"]
-        parts += ["", f"### What {call.__name__} takes and returns", "", "```text", *told, "```"]
+        parts += ["", f"## flashtile.{call.__qualname__}", "", "```text", *signature(call), "```"]
+        parts += ["", f"### What {call.__qualname__} takes and returns", "", "```text", *told, "```"]
     return "\n".join([*parts, ""])
 
 
 def signature(call: Callable[..., Any]) -> list[str]:
     """An argument a line, with its default."""
-    lines, named = [f"{call.__name__}("], False
+    lines, named = [f"{call.__qualname__}("], False
     for parameter in inspect.signature(call).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not named:
             lines.append("    *,")

@@ -102,12 +102,14 @@ def cache_backend(source: str, provider: str) -> str:
 
 
 # From when on a long call of benchmarks/derivatives.py has gone to a pass of Hopper's own, and before to the portable one.
-HOPPER_SINCE = {"tangent": "2026-11-30T03:50:32", "double backward": "2026-11-30T07:03:46"}
+HOPPER_SINCE = {"tangent": "2026-11-30T03:50:32", "double backward": "2026-11-30T07:03:46", "forward with max_logit": ""}
 
 
 def has_passed(folder: Path, name: str, target: str, backend: str) -> bool:
     """Whether benchmarks/derivatives.py found the backend's pass right on that architecture, and took its time."""
-    measured = {"tangent": "tangent", "second": "double backward", "statistics": "max_logit"}
+    measured = {
+        "tangent": "tangent", "second": "double backward", "statistics": "max_logit", "watched": "forward with max_logit",
+    }  # fmt: skip
     what, places = measured.get(name), (named(target).name, *SAME_CODE.get(target, ()))
     for path in folder.glob("derivatives-*.csv"):
         with path.open(newline="") as file:

@@ -18,7 +18,7 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import plot
 from flashtile.bench.result import read
 from flashtile.errors import NotSupported
-from flashtile.plan.backend import PASSES, Direction
+from flashtile.plan.backend import PASSES, ROW_STATISTICS, Direction
 from flashtile.plan.device import named
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import CachedProblem
@@ -27,6 +27,7 @@ from tools import (
     answer_pages,
     argument_page,
     benchmark_pages,
+    block_rows,
     cache_rows,
     error_table,
     evidence,
@@ -55,7 +56,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
     ("causal, seqlen_q != seqlen_k", "attention(q=1x64x2x64,kv=128x2x64,bf16,band=:0)", "auto"),
     ("window", "attention(q=1x128x2x64,kv=128x2x64,bf16,band=32:0)", "auto"),
     ("GQA, MQA", "attention(q=1x128x8x64,kv=128x2x64,bf16)", "auto"),
-    ("head_dim 1 to 256", "attention(q=1x128x2x7,kv=128x2x7,bf16)", "auto"),
+    ("head_dim that 8 does not divide", "attention(q=1x128x2x7,kv=128x2x7,bf16)", "auto"),
     ("head_dim 256", "attention(q=1x128x2x256,kv=128x2x256,bf16)", "auto"),
     ("head_dim 512, 16 bits", "attention(q=1x128x2x512,kv=128x2x512,bf16)", "auto"),
     ("head_dim 512, fp32", "attention(q=1x128x2x512,kv=128x2x512,fp32,tf32x3)", "auto"),
@@ -99,6 +100,7 @@ FEATURES: tuple[tuple[str, str, Variant], ...] = (
         "auto",
     ),
 )
+PASS_ROWS = {"statistics": "statistics, by a pass behind the forward"}  # what rows are called that PASSES names too shortly
 PASSED = [  # by passes that not every backend offers: a short call and a long one
     AttentionProblem.parse(f"attention(q=1x{tokens}x2x64,kv={tokens}x2x64,bf16)") for tokens in (128, 8192)
 ]
@@ -137,8 +139,20 @@ def matrix(proof: tuple[Evidence, ...]) -> tuple[dict[str, list[str]], Told, Tol
             except NotSupported as refusal:
                 refused.append((what, target, told_of(refusal, target)))
                 cells.append("refused")
-        rows[what] = cells
+        rows[PASS_ROWS.get(name, what)] = cells
+    rows["largest logits, entropies: a forward keeps them"] = [kept(target) for target in targets]
     return rows, refused, left
+
+
+def kept(target: str) -> str:
+    """Which forwards keep rows' statistics beside out, and whether a row has timed that; on the CPU none does."""
+    plans = [dispatch.plan_watched(problem, named(target), frozenset(ROW_STATISTICS)) for problem in PASSED]
+    backends = dict.fromkeys(plan.backend for plan in plans if plan is not None)
+    told = dict[str, list[str]]()
+    for backend in backends:
+        ran = evidence.has_passed(RESULTS, "watched", target, backend)
+        told.setdefault("run on" if ran else "compiled for", []).append(backend)
+    return ", ".join(f"{what} ({', '.join(names)})" for what, names in told.items()) or "by that pass"
 
 
 def support(proof: Iterable[Evidence]) -> str:
@@ -151,7 +165,8 @@ def support(proof: Iterable[Evidence]) -> str:
         "kernels compile there within their budgets (`make compile`); no such row exists, though",
         "[drawn problems](#drawn-problems) may have run it on a GPU. **tested on**:",
         "[tests of caches](#what-ran-apart-from-benchmarks) ran it there and found it right; nothing was timed.",
-        "**refused**: with the reason below.",
+        "**refused**: with the reason below. Which head dims have a speed, and which none:",
+        "[speed](answers/speed.md#head_dim-80-96-or-512).",
         "Forward and backward alike, where they are not told apart. Your own combination of features may go another way: ask",
         "[`flashtile.explain`](how-to/explain.md). For sm89 (RTX 4090, L40S) no test compiles the kernels.",
         "",
@@ -245,6 +260,7 @@ def limits(text: str) -> str:
     lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
     text = replaced(text, "behind", "\n".join([*lines, ""]))
     text = replaced(text, "step", "\n" + front_page.step(RESULTS))
+    text = replaced(text, "large", "\n" + error_table.large())
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 
 
@@ -260,6 +276,11 @@ def fp8(text: str) -> str:
         text = replaced(text, f"share{depth}", fp8_rows.share(RESULTS, depth))
         text = replaced(text, f"quantised{depth}", fp8_rows.share(RESULTS, depth, "fp8 with quantisation"))
     return replaced(text, "aims", fp8_rows.aims(RESULTS))
+
+
+def block_masks(text: str) -> str:
+    """The page of masks with blocks, with what lists gain."""
+    return replaced(text, "blocks", "\n" + block_rows.table(RESULTS))
 
 
 def environment(text: str) -> str:
@@ -296,6 +317,7 @@ def main() -> None:
         "docs/limits.md": limits, **{f"docs/answers/{group}.md": answers for group in answer_pages.GROUPS},
         "docs/answers.md": answers,
         "docs/reference/environment.md": environment, "docs/tutorials/cache.md": caches, "docs/how-to/fp8.md": fp8,
+        "docs/how-to/block-masks.md": block_masks,
     }  # fmt: skip
     for name, written in generated.items():
         page = ROOT / name

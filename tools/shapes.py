@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from flashtile.bench import report
-from flashtile.bench.result import Result
+from flashtile.bench.result import Result, read
+from flashtile.problem.attention import AttentionProblem
+from tools import companion_tables
 
 PEERS = {
     "sdpa/cudnn": "cuDNN",
@@ -32,6 +35,19 @@ def peers(results: Sequence[Result]) -> str:
 
 def measured(results: Sequence[Result]) -> list[Result]:
     return [row for row in results if row.tflops is not None]
+
+
+def timed_head_dims(folder: Path) -> str:
+    """Which head dims have a time beside a peer's on Hopper, and which a forward's beside our own alone."""
+    suites = [path for path in sorted(folder.glob("hopper-*.csv")) if path.read_text().startswith("suite,")]
+    rows = [row for path in suites for row in measured(read(path))]
+    alone = {
+        (problem.head_dim, problem.head_dim_v)
+        for path in sorted(folder.glob("hopper-forward-*.csv"))
+        for row in companion_tables.read(path)
+        for problem in [AttentionProblem.parse(row["problem"])]
+    } - {(row.head_dim, row.head_dim_v) for row in rows}
+    return f"{_depths(rows).removeprefix('head_dim ')}; of {', '.join(str(keys) for keys, _ in sorted(alone))} a forward alone"
 
 
 def _depths(rows: Sequence[Result]) -> str:

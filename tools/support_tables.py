@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 GROUPS = {  # heading -> rows of the table below it, in this order
     "Dtypes": ("fp16", "bf16", "fp32, tf32x3", "fp32, tf32", "fp32, ieee", "fp64"),
     "Heads": (
-        "GQA, MQA", "head_dim 1 to 256", "head_dim 256", "head_dim 512, 16 bits", "head_dim 512, fp32",
+        "GQA, MQA", "head_dim that 8 does not divide", "head_dim 256", "head_dim 512, 16 bits", "head_dim 512, fp32",
         "head_dim_v != head_dim",
     ),
     "Masks": (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.attention import PRECISIONS, AttentionProblem
 from flashtile.problem.dtype import DType
 from flashtile.problem.mask import CAUSAL, FULL
 
@@ -15,6 +16,10 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 # A case above this is refused on a CPU: two cores reach some 50 GFLOP/s, and a case is run a few dozen times.
 CPU_MOST_FLOPS = 2e10
+
+OWN_SHAPES = "shapes"  # the suite of problems that are spelled on the command line
+# Parts of a spelling that every provider is given, or that change ours alone; for others no tensors are made.
+PARTS = frozenset(("q", "kv", "fp16", "bf16", "fp32", "band", "scale", "deterministic", *PRECISIONS))
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,21 @@ def suite_named(name: str) -> Suite:
         if suite.name == name:
             return suite
     raise InvalidProblem(f"suite is {name!r}; it must be one of {', '.join(s.name for s in SUITES)}.")
+
+
+def spelled(texts: Sequence[str]) -> Suite:
+    """A suite of problems that are spelled. Raises InvalidProblem for what is not measured here."""
+    cases = tuple(dict.fromkeys(AttentionProblem.parse(text) for text in texts))
+    for problem in cases:
+        text = problem.spell()
+        parts = text.partition("(")[2].removesuffix(")").split(",")
+        more = [part for part in parts if part.partition("=")[0] not in PARTS]
+        if more:
+            raise InvalidProblem(f"spelling is {text!r}; leave out {', '.join(more)}: the benchmark times sizes, fp16, bf16 or "
+                                 "fp32, a band, a scale, `deterministic` and fp32's precision.")  # fmt: skip
+        if not problem.visible_pairs:
+            raise InvalidProblem(f"spelling is {text!r}; some query must see a key, else there is nothing to time.")
+    return Suite(OWN_SHAPES, "problems of the command line", cases)
 
 
 def with_dtype(suite: Suite, dtype: DType) -> Suite:

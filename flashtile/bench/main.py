@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flashtile.bench import plot as plots
 from flashtile.bench import report
-from flashtile.bench.cases import DIRECTIONS, SUITES, Direction, Suite, suite_named, with_dtype
+from flashtile.bench.cases import DIRECTIONS, SUITES, Direction, Suite, spelled, suite_named, with_dtype
 from flashtile.bench.contest import Settings
 from flashtile.bench.result import Result, read
 from flashtile.bench.run import Order, in_directory, run
@@ -40,7 +40,10 @@ class Passes(str, Enum):
 
 
 def bench(
-    suites: Annotated[list[str] | None, typer.Argument(help="Suites to run; see --list.")] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="Suites (see --list), or shapes of yours: 'attention(q=2x4096x16x128,kv=4096x16x128,bf16)'."),
+    ] = None,
     direction: Annotated[Passes, typer.Option(help="Passes to measure; a backward is timed alone.")] = Passes.BOTH,
     provider: Annotated[
         list[str] | None, typer.Option("--provider", "-p", help="Only these: 'flex', 'sdpa', 'flashtile/*' (repeatable).")
@@ -80,8 +83,10 @@ def bench(
 
 def _chosen(names: list[str], dtype: DType | None) -> tuple[Suite, ...]:
     if not names:
-        raise InvalidProblem(f"no suite is named; there are {', '.join(s.name for s in SUITES)}.")
-    chosen = tuple(suite_named(name) for name in dict.fromkeys(names))
+        known = ", ".join(s.name for s in SUITES)
+        raise InvalidProblem(f"no suite is named; there are {known}. Or spell a problem: 'attention(q=...,kv=...,dtype)'.")
+    own = [name for name in names if "(" in name]
+    chosen = (*(suite_named(name) for name in dict.fromkeys(names) if name not in own), *([spelled(own)] if own else []))
     return chosen if dtype is None else tuple(with_dtype(suite, dtype) for suite in chosen)
 
 

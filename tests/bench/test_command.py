@@ -92,6 +92,19 @@ def test_base_may_be_a_folder(tmp_path) -> None:
     assert tree.exists()
 
 
+def test_shapes_of_a_user_s_own_stand_in_one_table_behind_suites(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["flashtile/a", "b"]))
+    own = ["attention(q=2x77x4x80,kv=77x4x80,fp16)", "attention(q=1x64x4x512,kv=64x4x512,bf16,band=9:0)"]
+    result = invoke(own[0], "smoke", own[1], own[0], "-o", tmp_path / "r.csv")
+    assert result.exit_code == 0, result.output
+    assert "B2 H4 S77 D80 full fp16" in result.output
+    found = dict.fromkeys((row.suite, row.spelling) for row in read(tmp_path / "r.csv"))
+    assert list(found)[-2:] == [("shapes", text) for text in own]
+    assert len(found) == len(suite_named("smoke").cases) + 2
+    assert invoke(own[0], "--dtype", "bf16", "-o", tmp_path / "b.csv").exit_code == 0
+    assert {row.dtype for row in read(tmp_path / "b.csv")} == {"bf16"}
+
+
 def test_a_used_up_budget_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(runs, "LEAST_LEFT_S", 1e9)
     monkeypatch.setattr(runs, "Worker", lambda library, *rest, **more: FakeWorker(["a"], kind="cpu"))
@@ -200,7 +213,14 @@ def test_listing_and_wrong_requests() -> None:
     listed = invoke("--list")
     assert listed.exit_code == 0
     assert all(suite.name in listed.output for suite in SUITES)
-    for arguments, message in (((), "no suite is named"), (("nope",), "suite is 'nope'; it must be one of")):
+    for arguments, message in (
+        ((), "no suite is named"),
+        (("nope",), "suite is 'nope'; it must be one of"),
+        (("attention(q=1x8x1x8)",), "spelling is 'attention(q=1x8x1x8)'; it lacks kv="),
+        (("attention(q=1x8x1x8,kv=8x1x8,bf16,sink=1:fp32,lse)",), "leave out sink=1:fp32, lse: the benchmark times sizes"),
+        (("attention(q=1x8x1x8,kv=8x1x8,fp64)",), "leave out fp64: "),
+        (("attention(q=1x8x1x8,kv=0x1x8,bf16)",), "some query must see a key"),
+    ):
         refused = invoke(*arguments)
         assert refused.exit_code == 2
         assert message in refused.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,10 @@ def test_a_unet_is_reached_by_override_alone(calls: list[Any], monkeypatch: pyte
     monkeypatch.setattr(sdpa, "attention", lambda q, k, v, **named: (keys.append(k.shape[1]), original(q, k, v, **named))[1])
     with sdpa.Override():
         torch.testing.assert_close(model(*given).sample, expected)
+    for reached, place in ((True, sdpa.Override()), (False, nullcontext())):  # what docs/answers/models.md looks for
+        with place, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(*given)
+        assert ("aten::scaled_dot_product_attention" in {event.key for event in profile.key_averages()}) != reached
     layers = [name.rpartition(".")[2] for name, _ in model.named_modules()]
-    assert keys.count(77) == layers.count("attn2") > 0
-    assert len(keys) == layers.count("attn1") + layers.count("attn2")
+    assert keys.count(77) == 2 * layers.count("attn2") > 0  # two calls within Override
+    assert len(keys) == 2 * (layers.count("attn1") + layers.count("attn2"))
