@@ -204,8 +204,8 @@ def keys_are_under_way_while_others_are_attended() -> None:
                 assert torch.equal(made[groups][1], alone)
         backward = list[str]()
         for i in range(groups)[::-1]:
-            backward += ["differentiate", f"return {i}.1", "differentiate", f"return {i}.0"]
-            backward += [f"sum {i + 1}"] * (i + 1 < groups)
+            came = [f"sum {i + 1}"] * (i + 1 < groups)
+            backward += ["differentiate", f"return {i}.1", *came, "differentiate", f"return {i}.0"]
         assert log == [*backward, "sum 0"], log
         for one, other in zip(made[1], made[groups], strict=True):
             assert torch.equal(one, other)

@@ -24,6 +24,7 @@ from tests.distributed.cases import cases, judge
 from tests.distributed.checks import CHECKS, OF_FOUR, OF_TWO
 from tests.distributed.drawn import drawn_calls_are_those_of_one_process
 from tests.distributed.engines import ENGINES
+from tests.distributed.held import a_rank_holds_little_more_than_it_needs
 from tests.distributed.known import calls_known_again_are_as_the_first
 from tests.distributed.packed import OF_DOCUMENTS, shards_of_documents_come_back
 from tests.distributed.ring_names import names_of_ring_flash_attn
@@ -58,6 +59,7 @@ def run(rank: int, ranks: int, folder: Path) -> None:
             *((*OF_TWO, *OF_DOCUMENTS) if ranks == 2 else (*OF_FOUR, degrees_of_diffusers)),
             *((keys_are_under_way_while_others_are_attended, calls_known_again_are_as_the_first) if ranks == 2 else ()),
             *((heads_by_groups_are_under_way_while_others_are_computed,) if ranks == 2 else ()),
+            *((a_rank_holds_little_more_than_it_needs,) if ranks == 2 else ()),
             *(() if ranks == 2 else (heads_over_one_axis_of_a_mesh_and_positions_over_the_other,)),
         )
     }

@@ -106,60 +106,58 @@ class Fetching:
 
 
 class Returning:
-    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys, each key's when no call is left
-    that sees it. tokens: how many keys each rank holds.
+    """dk and dv, float32, of groups of heads on their way to the ranks that hold the keys (`Stages.returned`). tokens: how many
+    keys each rank holds.
     """
 
     def __init__(self, context: Context, stages: Stages, tokens: int):
         self.context, self.stages, self.tokens = context, stages, tokens
-        self.seen_before = dict[int, list[torch.Tensor]]()  # by group, of the keys that the calls to come see, too
-        self.sums = dict[int, list[OfKeys]]()  # of keys that this rank holds
-        self.under_way = dict[int, tuple[Transfer, list[OfKeys]]]()
+        self.made = dict[int, dict[int, list[torch.Tensor]]]()  # by group and call, of the keys that its queries see
+        self.sums = dict[int, list[OfKeys]]()  # of keys that this rank holds, which are done
+        self.under_way = dict[int, tuple[Transfer, list[OfKeys]]]()  # with this rank's own part of the same keys
 
     def begin(self, group: int, stage: int, part: OfKeys) -> None:
-        """Add a call's, and send those of other ranks' keys that are done."""
-        context, mine, ends = self.context, self.context.rank, self.stages.ends[self.context.rank]
+        """Add a call's, and send those of other ranks' keys whose turn it is."""
+        mine, seen = self.context.rank, self.stages.ends[self.context.rank][stage]
         keys, *grads = part
-        if keys != slice(0, ends[stage]):  # a caller who knows that the other keys get nothing
-            all_keys = [t.new_zeros((t.shape[0], ends[stage], *t.shape[2:])) for t in grads]
+        if keys != slice(0, seen):  # a caller who knows that the other keys get nothing
+            all_keys = [t.new_zeros((t.shape[0], seen, *t.shape[2:])) for t in grads]
             for to, t in zip(all_keys, grads, strict=True):
                 to[:, keys] = t
             grads = all_keys
-        for total, later in zip(grads, self.seen_before.pop(group, ()), strict=False):
-            total += later
-        if stage:
-            self.seen_before[group] = [t[:, : ends[stage - 1]] for t in grads]
+        made = self.made.setdefault(group, {})
+        for total, later in zip(grads, made.get(stage + 1, ()), strict=False):
+            total += later[:, :seen]
+        made[stage] = grads
         sent: list[tuple[torch.Tensor, int]] = []
         landing: list[tuple[torch.Tensor, int]] = []
-        came: list[OfKeys] = []
-        for rank in range(context.ranks):
-            if rank == mine:
-                continue
-            for _, at in self.stages.news(stage, mine, rank):
-                sent += [(t[:, at], rank) for t in grads]
-            for rows, _ in self.stages.news(stage, rank, mine):
-                new = [t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in grads]
-                landing += [(t, rank) for t in new]
-                came.append((rows, new[0], new[1]))
-        transfer = Transfer(sent, landing, context)
-        dk, dv = grads
-        own: list[OfKeys] = [(rows, dk[:, at], dv[:, at]) for rows, at in self.stages.news(stage, mine, mine)]
-        self._absorb(group)
-        self.sums[group] = [*self.sums.get(group, []), *own]
-        self.under_way[group] = transfer, came
+        sums: list[OfKeys] = []
+        for rank in range(self.context.ranks):
+            if rank != mine:
+                sent += [(t[:, at], rank) for of, _, at in self.stages.returned(stage, mine, rank) for t in made[of]]
+            for of, rows, at in self.stages.returned(stage, rank, mine):
+                if rank == mine:
+                    dk, dv = (t[:, at] for t in made[of])
+                else:
+                    dk, dv = (t.new_empty((t.shape[0], rows.stop - rows.start, *t.shape[2:])) for t in grads)
+                    landing += [(dk, rank), (dv, rank)]
+                sums.append((rows, dk, dv))
+        if not stage:
+            del self.made[group]
+        transfer = Transfer(sent, landing, self.context)
+        if group in self.under_way:  # of the call before
+            self.sums[group] = _summed(self._landed(group))
+        self.under_way[group] = transfer, sums
 
-    def _absorb(self, group: int) -> None:
-        """Add what came for the call before."""
-        if group in self.under_way:
-            transfer, came = self.under_way.pop(group)
-            transfer.arrived()
-            self.sums[group] = _summed([*self.sums[group], *came])
+    def _landed(self, group: int) -> list[OfKeys]:
+        """All parts that are here, and have not been added up, when the last transfer has arrived."""
+        transfer, sums = self.under_way.pop(group)
+        transfer.arrived()
+        return [*self.sums.pop(group, ()), *sums]
 
     def arrived(self, group: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Write the sums there: of the later calls first, within one of them in the ranks' order."""
-        transfer, came = self.under_way.pop(group)
-        transfer.arrived()
-        _write_sums(dk, dv, [*self.sums.pop(group), *came])
+        """Write the sums there, in the ranks' order."""
+        _write_sums(dk, dv, self._landed(group))
 
 
 class ReturningHalo:
@@ -299,7 +297,7 @@ class ToHeads:
             for (rank, rows), run in _places(self.context, self.rows.shape[1]):
                 self.rows[:, run] = self.received[rank, :, rows]
         whole = self.whole
-        del self.sent, self.received, self.rows, self.whole
+        del self.sent, self.received, self.rows, self.whole, self.work  # which keeps what it sent
         return whole
 
 
@@ -325,7 +323,7 @@ class ToTokens:
         ):
             to = tensor.unflatten(2, (self.context.ranks, self.groups, -1))[:, :, :, self.group]
             to.copy_(part.unflatten(-1, shape).permute(1, 2, 0, 3, 4))
-        del self.sent, self.received
+        del self.sent, self.received, self.work
 
 
 def _begin_exchange(sent: torch.Tensor, context: Context) -> tuple[torch.Tensor, Any]:

@@ -11,10 +11,13 @@ from flashtile.problem.mask import Band, make_mask
 from flashtile.torch.context.layout import LAYOUTS, Fetched, Stages, busiest, check_length, fetched, runs, sent_rows, stages
 
 TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: what runs over the first
-MOST_GROUPS = 4  # of heads: a quarter of the transport is then not hidden, and each further group costs launches
+MOST_GROUPS = 4  # of heads on a GPU: a quarter of the transport is then not hidden, and each further group costs launches
 KEYS, TILES = 128, 512  # keys of a tile; tiles that fill the 132 processors of an H100 about four times. With 128 tiles of
 # grouped heads a causal backward ends with its longest one: 16k tokens took 12.35 ms instead of 9.1 (two H200, 2026-11-29)
-LARGE = 1 << 20
+LARGE = (
+    1 << 17
+)  # bytes of a group's keys on a CPU: a head of 1,024 keys, 64 columns, whose arithmetic is some 10 ms. Of 16 bits a
+# call there holds float32 copies: with every head of k by itself 1.05 of the memory that is needed, with all together 2.05
 EVEN = 1.02  # times the mean of scores: on two H200 all-gather of equal work was 1.028 to 1.10 times as fast as Ulysses
 METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 
@@ -268,8 +271,8 @@ def head_groups(method: str, q: Any, k: Any, context: Context) -> int:
     size, least = k.shape[0] * k.shape[2] // share * (keys // KEYS), TILES
     if q.device.type == "cpu":
         size, least = k.numel() * k.element_size() * context.ranks // share, LARGE
-    groups = 1
-    while groups < MOST_GROUPS and k.shape[2] % (2 * groups * share) == 0 and size // (2 * groups) >= least:
+    groups, most = 1, MOST_GROUPS if q.device.type != "cpu" else k.shape[2]
+    while groups < most and k.shape[2] % (2 * groups * share) == 0 and size // (2 * groups) >= least:
         groups *= 2
     return groups
 

@@ -206,6 +206,7 @@ class _Gathered(torch.autograd.Function):
                     grads_of_keys.extend(torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in ctx.kinds)
                 returning.arrived(group, *(_of_group(t, group, ctx.count) for t in grads_of_keys))
 
+            last = max(p.stage for p in ctx.placed)
             for p, (k, v, *some) in reversed(list(zip(ctx.placed, kept, strict=True))):
                 there = *map(_widened, (p.of(q), k, v)), *others[p.others], _widened(p.of(out)), *some
                 above = None if dout is None else _widened(p.of(dout)), None if dlse is None else p.of_rows(dlse)
@@ -219,9 +220,9 @@ class _Gathered(torch.autograd.Function):
                 of_other[p.others] = of_keys[2:]
                 if keys_wanted:
                     returning.begin(p.group, p.stage, (p.part.keys, *p.part.back(of_keys[:2])))
-                    if p.stage == 0 and p.group + 1 < ctx.count:  # whose last sums were under way while this group was computed
-                        arrived(p.group + 1)
                 del k, v, there, above, found, of_keys
+                if keys_wanted and p.stage == last and p.group + 1 < ctx.count:  # whose last sums came during this call
+                    arrived(p.group + 1)
             if keys_wanted:
                 arrived(0)
         of_keys = [t if wish else None for t, wish in zip(grads_of_keys, kv_wanted, strict=False)] or [None, None]

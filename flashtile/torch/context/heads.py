@@ -88,13 +88,15 @@ class _Heads(torch.autograd.Function):
                 coming = after
                 down_lse = next((t[..., 0].transpose(1, 2) for t in of_lse if t is not None), None)
                 found = call.gradients(there, above, down_lse, (*wanted, *of_others[at]))
+                del above, of_lse, down_lse, there
                 leaving.append([ToTokens(some, context, group, groups) for some in _alike(found[:3])])
                 of_other += found[3:]
-                del above, of_lse, down_lse, found, there
-                made = made or [  # as late as the first is wanted
-                    torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
-                    for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
-                ]
+                del found
+                if group or groups == 1:  # as late as the first is wanted
+                    made = made or [
+                        torch.empty(shape, dtype=dtype, device=saved[0].device) if wish else None
+                        for wish, (shape, dtype) in zip(wanted, ctx.shapes, strict=True)
+                    ]
                 if group:
                     _there(leaving, _alike(made))
             _there(leaving, _alike(made))

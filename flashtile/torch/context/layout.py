@@ -176,6 +176,22 @@ class Stages:
             row += run.count
         return found
 
+    def returned(self, stage: int, by: int, to: int) -> list[tuple[int, slice, slice]]:
+        """(of which run's call, which rows of `to`, which keys of the whole): sums that `by` returns to `to` behind the call of
+        its run `stage`, calls of later runs being done.
+
+        They go when no call is left that adds to them, but not before the call of that run of `to` among whose keys they are:
+        so half of them at a time, and as many to each rank.
+        """
+        found: list[tuple[int, slice, slice]] = []
+        for of in range(stage, len(self.ends[by])):
+            row = 0
+            for i, run in enumerate(self.held[to]):
+                if min(of, i) == stage:
+                    found += [(of, rows, at) for rows, at in self.news(of, by, to) if row <= rows.start < row + run.count]
+                row += run.count
+        return found
+
 
 @remembered(256, "keys of ranks' runs")
 def stages(layout: str, seqlens: tuple[int, int], ranks: int, band: Band) -> Stages:
