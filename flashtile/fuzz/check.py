@@ -177,7 +177,10 @@ def _misshapen(made: Tensors, truth: Tensors, plain: Tensors) -> Iterator[str]:
 def measure(
     name: str, got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, own: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Six numbers of a result: its largest error, plain PyTorch's, the largest element, and what of each is not finite."""
+    """Six numbers of a result: its largest error, plain PyTorch's, the largest element, and what of each is no number.
+
+    An infinity counts as its dtype's largest number, as does what that dtype cannot hold: an exact 8e4 is fp16's infinity.
+    """
     if name == "lse":
         empty = exact == -torch.inf
         apart = (got == -torch.inf) != empty
@@ -186,10 +189,13 @@ def measure(
         zero = error.new_zeros(())
         largest = torch.where(error.isnan(), torch.inf, error).amax()
         return torch.stack([largest, zero, zero, apart.sum().double(), exact.isnan().sum().double(), nan.sum().double()])
-    mine, other = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    most = torch.finfo(got.dtype).max
+    counts = [got.isnan().sum().double(), (~exact.isfinite()).sum().double()]
+    exact = exact.clamp(-most, most)
+    counts.append((plain.isnan() | plain.isinf() & (exact.abs() < most)).sum().double())
+    mine, other = ((tensor.double().clamp(-most, most) - exact).abs() for tensor in (got, plain))
     if own is not None:
-        other = torch.maximum(other, (own.double() - exact).abs())
-    counts = [(~tensor.isfinite()).sum().double() for tensor in (got, exact, plain)]
+        other = torch.maximum(other, (own.double().clamp(-most, most) - exact).abs())
     return torch.stack([mine.amax(), other.amax(), exact.abs().amax(), *counts])
 
 
@@ -206,7 +212,7 @@ def judged(case: Case, name: str, numbers: list[float], dtype: torch.dtype, besi
     if odd_exact:
         return f"the formula's {name} is not finite", math.inf
     if odd:
-        return f"{name} is not finite in {odd:.0f} elements", math.inf
+        return f"{name} is NaN in {odd:.0f} elements", math.inf
     ulp = max(2.0**-10 if case.precision == "tf32" and case.dtype == "fp32" else EPS[case.dtype], torch.finfo(dtype).eps)
     unit = FLOAT32 * (16.0 * HUGE if case.kind == "huge" else 1.0)
     allowed = max(0.0 if odd_plain else FACTOR * plain, FLOOR_ULP * ulp * largest, unit) + beside
