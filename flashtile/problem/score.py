@@ -168,6 +168,11 @@ def expanded(tensor: Any, *shape: int) -> Any:
     return tensor.expand(*shape) if hasattr(tensor, "expand") else tensor.__array_namespace__().broadcast_to(tensor, shape)
 
 
+def not_empty(ids: Any) -> Any:
+    """A tensor or array of a number for each token; of no tokens, a zero for each item, for kernels read one."""
+    return ids if ids.shape[-1] else ids.sum(-1, keepdims=True)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A captured tensor, as data."""

@@ -244,7 +244,7 @@ def a_compiled_module_breaks_its_graph_in_front() -> None:
     made = torch.compile(Module(), backend="eager")(*given)
     torch.testing.assert_close(made, Module()(*given))
     torch.compiler.reset()
-    with pytest.raises(Exception, match="attention over ranks, .* run eagerly"):
+    with pytest.raises(Exception, match=r"attention over ranks, .* run eagerly"):
         torch.compile(Module(), backend="eager", fullgraph=True)(*given)
 
 

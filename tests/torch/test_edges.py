@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile import Band
+import flashtile
+from flashtile import Band, Document, KeyPadding, Options, Tree
 from flashtile.problem.mask import make_mask
 from flashtile.problem.options import Variant
 from flashtile.reference.attention import visible
@@ -61,6 +62,19 @@ def test_lengths_of_zero(
         assert result["out"].shape == (batch, seqlen_q, 2, 16)
         assert (result.pop("lse") == -math.inf).all()
         assert all((t == 0).all() for t in result.values())
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
+def test_masks_of_no_tokens(backend: str, place: torch.device, seqlen_q: int, seqlen_k: int) -> None:
+    ids, others = (torch.zeros(2, n, dtype=torch.int32, device=place) for n in (seqlen_q, seqlen_k))
+    masks = [Document(ids, others), Document(ids[0], others[0]), KeyPadding(others == 0), *([] if seqlen_q else [Tree(ids)])]
+    for mask in masks:
+        q, k = (torch.randn(2, n, 2, 16, device=place, requires_grad=True) for n in (seqlen_q, seqlen_k))
+        out, lse = flashtile.attention(q, k, k, mask=mask, return_lse=True, options=Options(backend=backend))
+        dq, dk = torch.autograd.grad(out.sum(), (q, k))
+        assert (out.shape, lse.shape, dq.shape, dk.shape) == (q.shape, (2, 2, seqlen_q), q.shape, k.shape)
+        assert (lse == -math.inf).all()
+        assert all((t == 0).all() for t in (out, dq, dk))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

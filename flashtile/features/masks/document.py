@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import Predicate
-from flashtile.problem.score import Position, broadcasts, expanded
+from flashtile.problem.score import Position, broadcasts, expanded, not_empty
 from flashtile.triton_glue.language import jit, tl
 
 
@@ -37,9 +37,10 @@ class Document(Predicate):
         object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)
         for name in ("queries", "keys"):
             tensor = getattr(self, name)
-            if not hasattr(tensor, "shape") or len(tensor.shape) not in (1, 2) or not tensor.shape[-1]:
+            if not hasattr(tensor, "shape") or len(tensor.shape) not in (1, 2):
                 shape = getattr(tensor, "shape", type(tensor).__name__)
                 raise InvalidProblem(f"document {name} are {shape}; they must be a tensor (seqlen,) or (batch, seqlen).")
+            object.__setattr__(self, name, not_empty(tensor))
 
     def scalars(self) -> tuple[int, ...]:
         return self.queries.shape[-1], self.keys.shape[-1]

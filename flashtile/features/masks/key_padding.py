@@ -7,7 +7,7 @@ from typing import Any
 
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import Predicate
-from flashtile.problem.score import Position, broadcasts, expanded
+from flashtile.problem.score import Position, broadcasts, expanded, not_empty
 from flashtile.triton_glue.language import jit, tl
 
 
@@ -35,8 +35,9 @@ class KeyPadding(Predicate):
 
     def __post_init__(self) -> None:
         shape = getattr(self.keep, "shape", None)
-        if shape is None or len(shape) != 2 or not shape[1]:
+        if shape is None or len(shape) != 2:
             raise InvalidProblem(f"key padding is {shape or type(self.keep).__name__}; it must be a (batch, seqlen_k) tensor.")
+        object.__setattr__(self, "keep", not_empty(self.keep))
 
     def scalars(self) -> tuple[int, ...]:
         return (self.keep.shape[1],)

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile.errors import InvalidProblem
 from flashtile.problem.mask import Predicate
 from flashtile.problem.number import plain
-from flashtile.problem.score import Position, broadcasts, expanded
+from flashtile.problem.score import Position, broadcasts, expanded, not_empty
 from flashtile.triton_glue.language import jit, tl
 
 
@@ -41,14 +41,15 @@ class Tree(Predicate):
 
     def __post_init__(self) -> None:
         shape = getattr(self.parents, "shape", None)
-        if shape is None or len(shape) not in (1, 2) or not shape[-1]:
+        if shape is None or len(shape) not in (1, 2):
             raise InvalidProblem(
                 f"tree parents are {type(self.parents).__name__ if shape is None else tuple(shape)}; they must be an "
                 "int32 or int64 tensor, (seqlen_q,) or (batch, seqlen_q)."
             )
         if str(self.parents.dtype).removeprefix("torch.") not in ("int32", "int64"):
             raise InvalidProblem(f"tree parents are {self.parents.dtype}; they must be int32 or int64.")
-        parents = self.parents if len(shape) == 2 else self.parents[None]
+        parents = self.parents if shape[-1] else not_empty(self.parents) - 1  # no node: one that follows the prefix
+        parents = parents if len(shape) == 2 else parents[None]
         object.__setattr__(self, "parents", parents)
         object.__setattr__(self, "_lines", _lines_of(parents))
 
