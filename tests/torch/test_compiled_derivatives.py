@@ -9,6 +9,7 @@ import torch
 
 import flashtile
 from flashtile import ops
+from flashtile.triton_glue import language
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor, Model], torch.Tensor]
@@ -92,6 +93,23 @@ def test_a_product_with_a_hessian_is_one_graph(engine: str) -> None:
         expected, found = product(x), torch.compile(product, backend=engine, fullgraph=True)(x)
     assert expected.any()
     close(found, expected)
+
+
+@pytest.mark.parametrize("engine", [None, "eager"])
+def test_directions_alone_may_want_a_gradient(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is then left of a second derivative, at each call; nor is it taken for a GPU's launches."""
+    monkeypatch.setattr(language, "INTERPRETED", False)
+    q, k, v, direction = torch.randn(4, 1, 6, 2, 8)
+
+    def change(direction: torch.Tensor, of: int) -> torch.Tensor:
+        return torch.func.jvp(lambda q: flashtile.attention(q, k, v), (q,), (direction,))[of]
+
+    linear, kept = (torch.func.grad(lambda t, of=of: (change(t, of) * v).sum() + t.sum()) for of in (1, 0))
+    if engine:
+        linear, kept = (torch.compile(f, backend=engine, fullgraph=True) for f in (linear, kept))
+    for _ in range(3):
+        close((linear(direction) * direction).sum(), (change(direction, 1) * v).sum() + direction.sum())
+        close(kept(direction), torch.ones_like(direction))
 
 
 def test_a_penalty_refuses_and_is_right_where_its_step_is_eager() -> None:

@@ -179,8 +179,8 @@ class Bound:
                 self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
-            # interpreted, only what launches nothing counts as prepared
-            if not _triton.INTERPRETED and all(
+            # interpreted, only what launches nothing counts as prepared; a plan of nothing, as where no gradient is wanted, has none
+            if self.launches and not _triton.INTERPRETED and all(
                 isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches
             ):
                 self.replay = Replay(
