@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from tests.seen import Seen
@@ -121,20 +122,22 @@ def test_a_compiled_append_copies_no_pool() -> None:
 
 
 def test_fakes_have_the_shapes_and_strides_of_what_runs(backend: str, place: torch.device) -> None:
-    q, *_, k_cache, v_cache, table, used = given(place)
-    q = q.expand(2, 3, 4, 16).transpose(1, 2).contiguous().transpose(1, 2)  # heads before tokens in memory
-    real = (q, k_cache, v_cache, table, used)
+    token, *_, k_cache, v_cache, table, used = given(place)
 
     def run(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> Given:
         return flashtile.attention_cached(
             q, k_cache, v_cache, table, seqused_k=used, return_lse=True, options=flashtile.Options(backend=backend)
         )
 
-    want = run(*real)
-    with FakeTensorMode() as mode:
-        made = run(*(mode.from_tensor(t) for t in real))
-    for got, one in zip(made, want, strict=True):
-        assert (got.shape, got.stride(), got.dtype, got.device) == (one.shape, one.stride(), one.dtype, one.device)
+    for tokens in (1, 3):
+        q = token.expand(2, tokens, 4, 16).transpose(1, 2).contiguous().transpose(1, 2)  # heads before tokens in memory
+        real = (q, k_cache, v_cache, table, used)
+        with FlopCounterMode(display=False):  # who sees operators sees their strides, of an axis of one place too
+            want = run(*real)
+        with FakeTensorMode() as mode:
+            made = run(*(mode.from_tensor(t) for t in real))
+        for got, one in zip(made, want, strict=True):
+            assert (got.shape, got.stride(), got.dtype, got.device) == (one.shape, one.stride(), one.dtype, one.device)
 
 
 def test_wrong_numbers_are_found_in_a_compiled_call() -> None:
@@ -142,3 +145,17 @@ def test_wrong_numbers_are_found_in_a_compiled_call() -> None:
     compiled = torch.compile(flashtile.append_to_cache, fullgraph=True, backend="eager")
     with pytest.raises(flashtile.InvalidProblem, match="needs row 12 of an item"):
         compiled(k, v, k_cache, v_cache, table, seqused_k=used + 8)
+
+
+def test_transforms_within_a_graph_are_refused() -> None:
+    """As eager ones are: a gradient by torch.func was zero there, without a word."""
+    q, k, v, k_cache, v_cache, table, used = given(torch.device("cpu"))
+    calls: list[Any] = [
+        lambda q: flashtile.attention_cached(q, k_cache, v_cache, table, seqused_k=used).sum(),
+        lambda k: flashtile.attention_cached(q, k_cache.clone(), v_cache, table, seqused_k=used, append=(k, v)).sum(),
+    ]
+    for call, by in zip(calls, (q, k), strict=True):
+        for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+            torch.compiler.reset()
+            with pytest.raises(flashtile.NotSupported, match=r"attention_cached within torch\.func"):
+                torch.compile(transform(call), backend="eager")(by)

@@ -11,7 +11,7 @@ from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
 from flashtile.torch.execute.bound import DTYPES, check_device
-from flashtile.torch.execute.plain import PLAIN, is_compiling, is_traced, transforms
+from flashtile.torch.execute.plain import PLAIN, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -66,7 +66,7 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
 
 def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
     """Raise NotSupported within torch.func's grad, vmap and the like, and for tangents."""
-    if not is_compiling() and transforms():
+    if transforms():
         reason = "it has no rule for torch.func's transforms; call it outside of them"
         raise NotSupported(f"{what} within torch.func", {"torch": [reason]})
     if is_dual_level():
