@@ -216,17 +216,18 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked
 def run_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, page_table: Maybe,
     first: Maybe, others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
+    exactly: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """exactly: with the strides that the fake promises, of axes of one place too."""
     others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     others = [t.resolve_neg() if t.is_neg() else t for t in others]
     layout, inputs = layout_of(q, k_cache, v_cache, (k_scale, v_scale), page_table, first, others, split, text, floats, ints)
-    return layout.attend(inputs, first, page_table)
+    out, lse = layout.attend(inputs, first, page_table)
+    return laid(out, layout.out_strides) if exactly else out, lse
 
 
-def _operated(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`run_attention` with the strides that the fake promises, of axes of one place too."""
-    out, lse = run_attention(q, *rest)
-    return laid(out, dense_strides(out.shape, q)), lse
+def _operated(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return run_attention(*given, exactly=True)
 
 
 def layout_of(
