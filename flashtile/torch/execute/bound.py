@@ -179,9 +179,11 @@ class Bound:
                 self.compile_ahead(tensors)
             for launch in self.launches:
                 launch(tensors)
-            # interpreted, only what launches nothing counts as prepared; a plan of nothing, as where no gradient is wanted, has none
-            if self.launches and not _triton.INTERPRETED and all(
-                isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches
+            # interpreted, only what launches nothing counts as prepared; a plan of nothing (none wants a gradient) never does
+            if (
+                self.launches
+                and not _triton.INTERPRETED
+                and all(isinstance(launch, KernelLaunch) and launch.prepared for launch in self.launches)
             ):
                 self.replay = Replay(
                     self.plan, self.device, self.kernel_launches(), self.allocations, self.inputs,
