@@ -44,7 +44,7 @@ def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache
     backend None for any.
     """
     k_scale, v_scale, *places, backend = asked
-    places.append(backend or "")
+    places = [*places, backend or ""]  # no append: what a star takes is a tuple to the compiler of PyTorch 2.11
     if not is_watched(k, v, k_cache, v_cache):
         return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places)[0]
     APPEND(k, v, k_cache, v_cache, k_scale, v_scale, *places)
