@@ -1,9 +1,9 @@
-"""Attention as functions that PyTorch differentiates in every way, twice too, and the operators under torch.func.
+"""Attention as functions that PyTorch differentiates in every way, twice too, and the operators with their rules for autograd.
 
 Functions call each other's passes: `_FunctionalAttention`, its gradients `_Backward`, its tangents `_Tangent`, and `_Dual`,
 which has out and its tangent of one pass. What a second derivative needs is `_Second`, which ends the chain: a third one is
-refused by name. Each takes what runs it, `Asked` (the operators, with what they are asked) or `Prepared` (an eager call); the
-two have the same methods.
+refused by name. Each takes what runs it: `Asked` (the operators, with what they are asked), `Prepared` (an eager call) or
+`Recorded` (an operator by its own kernel for autograd, as in a compiled graph); they have the same methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from flashtile.torch.execute.directed import second_derivatives, tangents
 from flashtile.torch.execute.eagerly import eagerly
 from flashtile.torch.execute.plain import transforms
 from flashtile.torch.execute.prepared import PreparedCall
-from flashtile.torch.routes.derivatives import apart, is_dual_level, is_jvp, is_mapped, joined, record_at_level
+from flashtile.torch.routes.derivatives import (
+    A_GRAPH_HAS_ITS_OWN,
+    apart,
+    is_dual_level,
+    is_jvp,
+    is_mapped,
+    joined,
+    record_at_level,
+)
 from flashtile.torch.routes.library import define
 from flashtile.torch.routes.operator import (
     ASKED,
@@ -403,7 +411,7 @@ def _third(runs: Any) -> NotSupported:
 # -- operators ------------------------------------------------------------------------------------------------------------
 
 
-def _wanting(wanted: int, text: str, packs: Tensors, others: list[torch.Tensor]) -> int:
+def wanting(wanted: int, text: str, packs: Tensors, others: list[torch.Tensor]) -> int:
     """Of which tensors there are gradients to be: of those that ask for one at this level, too.
 
     Within torch.func's transforms, where torch.compile traces them, a call does not know which of its tensors want a gradient.
@@ -414,7 +422,7 @@ def _wanting(wanted: int, text: str, packs: Tensors, others: list[torch.Tensor])
 
 
 def _record(q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], wanted: int, text: str, *numbers: Any) -> Any:
-    runs = Recorded(_wanting(wanted, text, (q, k, v), others), text, *numbers)
+    runs = Recorded(wanting(wanted, text, (q, k, v), others), text, *numbers)
     return record_at_level(_FunctionalAttention, runs, q, k, v, *others)
 
 
@@ -429,7 +437,7 @@ def _record_tangent(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], wanted: int, text: str, *numbers: Any
 ) -> Any:
     given = (q, k, v, *others)
-    runs = Recorded(_wanting(wanted, text, (q, k, v), others), text, *numbers)
+    runs = Recorded(wanting(wanted, text, (q, k, v), others), text, *numbers)
     return record_at_level(_Dual, runs, *given, *_moved(given, moved))
 
 
@@ -469,10 +477,13 @@ def _move_backward(
     return list(map(joined, found, tangents))
 
 
-ATTENTION = define(f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, _record, moved=_move)
+ATTENTION = define(
+    f"attention({GIVEN}{ASKED}) -> (Tensor, Tensor, Tensor)", run_forward, fake_forward, _record, remedy=A_GRAPH_HAS_ITS_OWN,
+    moved=_move,
+)  # fmt: skip
 BACKWARD = define(
     f"attention_backward(Tensor? dout, Tensor? dlse, {GIVEN}Tensor out, Tensor lse, Tensor residual, {ASKED}) -> Tensor[]",
-    run_backward, fake_backward, _record_backward, moved=_move_backward,
+    run_backward, fake_backward, _record_backward, remedy=A_GRAPH_HAS_ITS_OWN, moved=_move_backward,
 )  # fmt: skip
 TANGENT = define(
     f"attention_tangent({GIVEN}Tensor?[] moved, {ASKED}) -> (Tensor, Tensor, Tensor, Tensor)",

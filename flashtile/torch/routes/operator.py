@@ -89,6 +89,7 @@ def run_backward(
 def run_tangent(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], moved: list[Maybe], *asked: Any
 ) -> tuple[torch.Tensor, ...]:
+    refuse_shards()
     with torch.no_grad():
         packs, rest = _resolved((q, k, v)), _resolved(others)
         layout = _layout(packs, rest, *asked)

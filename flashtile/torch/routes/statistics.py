@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from flashtile.plan.backend import ROW_STATISTICS
+from flashtile.torch.call.sharded import refuse_shards
 from flashtile.torch.execute.directed import entropy_gradients, forward_with_statistics, statistics
-from flashtile.torch.execute.plain import is_compiling
 from flashtile.torch.execute.replay import laid
 from flashtile.torch.routes.derivatives import is_dual_level, record_at_level, refuse_tangents, second_derivative
-from flashtile.torch.routes.functional import BACKWARD, Asked, gradients
+from flashtile.torch.routes.functional import BACKWARD, wanting
 from flashtile.torch.routes.library import define
 from flashtile.torch.routes.mapped import map_one_by_one
 from flashtile.torch.routes.operator import (
@@ -42,6 +42,7 @@ NAMES = ("peak", "entropy", "mass")
 def run_statistics(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], lse: torch.Tensor, which: str, last: int, *asked: Any
 ) -> tuple[torch.Tensor, ...]:
+    refuse_shards()
     with torch.no_grad():
         layout, packs, rest = layout_of_call((q, k, v), others, *asked)
         lse = lse[None] if layout.varlen else lse
@@ -53,6 +54,7 @@ def run_statistics(
 def run_watched(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], which: str, wanted: int, *asked: Any
 ) -> tuple[torch.Tensor, ...]:
+    refuse_shards()
     with torch.no_grad():
         layout, packs, rest = layout_of_call((q, k, v), others, wanted, *asked)
         if wanted:
@@ -164,12 +166,8 @@ class _Watched(torch.autograd.Function):
         count, given = len(packs) + len(others), spread(packs)
         grads: list[Maybe] = [None] * count
         if dout is not None or dlse is not None:
-            if torch.is_grad_enabled() and not is_compiling():  # create_graph
-                found = gradients(Asked(*ctx.asked), (dout, dlse), kept, given, others)
-                grads = [g for g, t in zip(found, (*given, *others), strict=True) if t is not None]
-            else:
-                made = iter(BACKWARD(dout, dlse, *given, others, *kept, *ctx.asked))
-                grads = [next(made) if wanted >> i & 1 else None for i in range(count)]
+            made = iter(BACKWARD(dout, dlse, *given, others, *kept, *ctx.asked))
+            grads = [next(made) if wanted >> i & 1 else None for i in range(count)]
         if dentropy is not None:
             made = iter(ENTROPY(dentropy, entropy, *given, others, kept[1], *ctx.asked))
             more = [next(made) if wanted >> i & 1 else None for i in range(count)]
@@ -180,9 +178,7 @@ class _Watched(torch.autograd.Function):
 def _record_watched(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], which: str, wanted: int, text: str, *asked: Any
 ) -> Any:
-    packs = [t for t in (q, k, v) if t is not None]
-    for i, tensor in enumerate((*packs, *others[: read(text).captured])):
-        wanted |= int(tensor.requires_grad) << i
+    wanted = wanting(wanted, text, (q, k, v), others)
     return record_at_level(_Watched, which, (wanted, text, *asked), q, k, v, *others)
 
 
@@ -190,9 +186,7 @@ def _record(
     q: torch.Tensor, k: Maybe, v: Maybe, others: list[torch.Tensor], lse: torch.Tensor, which: str, last: int, wanted: int,
     text: str, *asked: Any,
 ) -> Any:  # fmt: skip
-    packs = [t for t in (q, k, v) if t is not None]
-    for i, tensor in enumerate((*packs, *others[: read(text).captured])):
-        wanted |= int(tensor.requires_grad) << i
+    wanted = wanting(wanted, text, (q, k, v), others)
     return record_at_level(_Statistics, which, last, (wanted, text, *asked), q, k, v, lse, *others)
 
 
