@@ -37,6 +37,7 @@ from flashtile.torch.ops.call import (
     wanted_of,
 )
 from flashtile.torch.routes.derivatives import (
+    A_GRAPH_HAS_ITS_OWN,
     AN_OPERATOR_HAS_NONE,
     first_derivatives,
     is_dual_level,
@@ -290,7 +291,7 @@ def tell(tensors: list[torch.Tensor], text: str, *_: Any) -> tuple[str, Iterable
 
 ASKED = "str text, float[] floats, SymInt[] ints"
 COMPANION = define(
-    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, AN_OPERATOR_HAS_NONE, move
+    f"companion(Tensor[] tensors, {ASKED}) -> Tensor[]", run_forward, fake_forward, record, tell, A_GRAPH_HAS_ITS_OWN, move
 )
 BACKWARD = define(  # behind: nothing is read of them, but they lead to what gradients depend on, where no other tensor does
     f"companion_backward(Tensor[] tensors, Tensor[] behind, str held, str layout, SymInt[] sizes, {ASKED}) -> Tensor[]",

@@ -20,6 +20,7 @@ AN_OPERATOR_HAS_NONE = (
     "an operator of torch.library has none: call outside of dispatch modes, and of torch.compile, without its fullgraph=True "
     "or under torch.compiler.set_stance('force_eager')"
 )
+A_GRAPH_HAS_ITS_OWN = "a compiled function has those of a torch.func.jvp that is called within it"
 NOTHING = lasting(torch.empty)(0, device="cpu")  # whose views are cheaper to make than tensors
 
 

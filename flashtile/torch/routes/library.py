@@ -27,6 +27,7 @@ def define(
 
     Without `record` autograd passes it by, and gradients of its outputs are the caller's business. told: what of a call's
     arguments a refusal of tangents says: (what is computed, tensors by their names). remedy: what it says besides.
+    moved: the outputs of inputs with tangents, at the innermost of torch.func's levels; without it they are refused there, too.
 
     Not `torch.library.register_autograd`, which goes through Python twice more at every call, in compiled graphs too. Where
     nothing is recorded and none but a backend comes next, as in compiled graphs, that runs at once: one step through the

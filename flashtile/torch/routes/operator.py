@@ -1,4 +1,4 @@
-"""Attention as two operators of `torch.library`: what torch.compile, export, dispatch modes and subclasses of tensors see.
+"""What runs behind the operators of attention that `functional.py` defines, for torch.compile, export, modes and subclasses.
 
     flashtile::attention(q, k?, v?, others, wanted, text, floats, ints) -> (out, lse, residual)
     flashtile::attention_backward(dout?, dlse?, q, k?, v?, others, out, lse, residual, wanted, text, floats, ints) -> gradients
