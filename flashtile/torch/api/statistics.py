@@ -40,15 +40,17 @@ def attend_with(
     beside = (wish.max_logit or wish.entropy) and arguments.dropout is None
     if beside and (is_compiling() or not (transforms() or is_dual_level())):
         out, found = _beside(wish, packs, given, arguments)
+        mass = None
         if wish.mass:
             only = Wish(mass=True, last=wish.last)
-            found = found._replace(mass=_passes(only, packs, given, arguments, found.lse.detach()).mass)
-        return out, found if wish.lse else found._replace(lse=None)
+            mass = _passes(only, packs, given, arguments, found.lse.detach()).mass
+        # no `_replace`: the compiler of PyTorch 2.11 returns nothing that it made
+        return out, Statistics(found.lse if wish.lse else None, found.max_logit, found.entropy, mass)
     out, lse = attend(arguments)
     if not wish.passes:
         return out, Statistics(lse=lse if wish.lse else None)
     found = _passes(wish, packs, given, arguments._replace(dropout=None), lse.detach())
-    return out, found._replace(lse=lse if wish.lse else None)
+    return out, Statistics(lse if wish.lse else None, found.max_logit, found.entropy, found.mass)
 
 
 def _beside(wish: Wish, packs: Tensors, given: Given | None, arguments: Arguments) -> tuple[torch.Tensor, Statistics]:
