@@ -153,7 +153,7 @@ def test_readme_renders_where_its_files_are_not(wheel: Path) -> None:
 def test_extras_that_are_named_exist(wheel: Path) -> None:
     extras = set(metadata(wheel).get_all("Provides-Extra"))
     files = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "flashtile").rglob("*.py")]
-    named = {word for file in files for found in re.findall(r"(?:flashtile|'\.)\[([a-z,]+)\]", file.read_text(encoding="utf-8"))
+    named = {word for file in files for found in re.findall(r'(?:flashtile|"\.)\[([a-z,]+)\]', file.read_text(encoding="utf-8"))
              for word in found.split(",")}  # fmt: skip
     assert {"torch", "jax", "export", "cli"} <= named <= extras
 
