@@ -15,7 +15,7 @@ try:
     from rich.console import Console
     from typer.core import TyperGroup
 except ImportError as missing:
-    raise SystemExit(f"flashtile's command line needs {missing.name}: pip install 'flashtile[cli]'") from None
+    raise SystemExit(f'flashtile\'s command line needs {missing.name}: pip install "flashtile[cli]"') from None
 
 EXTRAS = {"torch": "torch", "triton": "torch", "matplotlib": "cli"}  # package -> the extra that brings it
 
@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in EXTRAS:
                 raise
-            typer.echo(f"This command needs {error.name}: pip install 'flashtile[{EXTRAS[error.name]}]'", err=True)
+            typer.echo(f'This command needs {error.name}: pip install "flashtile[{EXTRAS[error.name]}]"', err=True)
             raise typer.Exit(2) from None
 
 

@@ -221,7 +221,7 @@ def test_without_triton_explain_refuses_what_it_refuses_with_it(spelling: str, r
 def test_without_its_libraries_the_command_line_names_the_extra() -> None:
     result = python("import sys; sys.modules['typer'] = None; import flashtile.cli")
     assert result.returncode == 1
-    assert result.stderr == "flashtile's command line needs typer: pip install 'flashtile[cli]'\n"
+    assert result.stderr == 'flashtile\'s command line needs typer: pip install "flashtile[cli]"\n'
 
 
 @pytest.mark.parametrize("options", ["--steps 0", f"--seed {-(2**64)}", f"--seed {2**64}"])
@@ -235,7 +235,7 @@ def test_the_demo_refuses_numbers_that_it_cannot_take(options: str, tmp_path: Pa
 def test_without_torch_a_command_names_the_extra() -> None:
     result = python("import sys; sys.modules['torch'] = None; from flashtile.cli import app; app(['demo'])")
     assert result.returncode == 2
-    assert result.stderr == "This command needs torch: pip install 'flashtile[torch]'\n"
+    assert result.stderr == 'This command needs torch: pip install "flashtile[torch]"\n'
 
 
 @pytest.mark.parametrize(

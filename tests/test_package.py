@@ -153,7 +153,7 @@ def test_readme_renders_where_its_files_are_not(wheel: Path) -> None:
 def test_extras_that_are_named_exist(wheel: Path) -> None:
     extras = set(metadata(wheel).get_all("Provides-Extra"))
     files = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "flashtile").rglob("*.py")]
-    named = {word for file in files for found in re.findall(r"(?:flashtile|'\.)\[([a-z,]+)\]", file.read_text(encoding="utf-8"))
+    named = {word for file in files for found in re.findall(r'(?:flashtile|"\.)\[([a-z,]+)\]', file.read_text(encoding="utf-8"))
              for word in found.split(",")}  # fmt: skip
     assert {"torch", "jax", "export", "cli"} <= named <= extras
 
@@ -191,7 +191,7 @@ def test_the_wheel_installed_alone_is_imported_and_says_what_is_missing(installe
     assert "No module named 'torch'" in done.stderr
     done = subprocess.run([installed.parent / "flashtile", "--version"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "pip install 'flashtile[cli]'" in done.stderr
+    assert 'pip install "flashtile[cli]"' in done.stderr
 
 
 def test_the_wheel_runs_readme_s_blocks_beside_torch(installed: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flashtile.bench.cases import suite_named
+from flashtile.bench.result import read as read_bench
 from tools import error_table, front_page, script_tables, shapes
 from tools.companion_tables import read
 
@@ -132,6 +134,36 @@ def test_a_training_step_s_table_is_what_the_rows_say() -> None:
     ms = {who: sum(float(row["ms"]) for row in mine if row["provider"] == who) for who in ("flashtile/hopper", "fa4")}
     (line,) = (line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| 128, causal |"))
     assert line.endswith(f" {ms['fa4'] / ms['flashtile/hopper']:.2f}x |")
+
+
+def test_models_are_told_by_the_suite_s_shapes_and_a_step_of_one_is_added_up_by_hand() -> None:
+    """Llama 3 8B, both passes beside each peer; whoever has no time is in the legend, with the reason."""
+    folder = ROOT / "benchmarks" / "results"
+    assert list(shapes.MODELS) == [case.spell() for case in suite_named("models").cases]
+    rows = [row for row in read(folder / f"{front_page.TRAINED}.csv") if shapes.MODELS[row["spelling"]] == "Llama 3 8B"]
+    ours, *peers = (
+        sum(float(row["ms"]) for row in rows if row["provider"] == who) for who in ("flashtile/hopper", "sdpa/cudnn", "fa4")
+    )
+    cudnn, fa4 = (f"{peer / ours:.2f}x" for peer in peers)
+    (line,) = (line for line in front_page.models(folder).splitlines() if line.startswith("| Llama 3 8B |"))
+    assert line.endswith(f" {cudnn} | {fa4} |")
+    said = shapes.legend(read_bench(folder / f"{front_page.TRAINED}.csv"))
+    assert "Llama 3 8B `B2 H32/8 S8192 D128 causal bf16`, " in said
+    assert said.endswith(
+        "(the budget of 80 s was used up): a video DiT `B1 H24 S32768 D128 full bf16` and ViT-L `B64 H16 S577 D64 full bf16`"
+    )
+
+
+def test_a_combination_counts_where_its_features_met_and_a_backward_ran(tmp_path: Path) -> None:
+    met = "attention(band=9:0,score=alibi(1x2:bf16),sink=2:fp32,dropout=0.1)"
+    rows = ["section,backward,failure,problem"]
+    rows += [f'pairs,{way},{failure},"{problem}"' for way, failure, problem in (
+        ("split", "", met), ("split", "", met.replace(")", "),where=document(8)", 1)), ("none", "", met), ("fused", "off", met),
+        ("fused", "", met.replace("9:0", ":0")), ("fused", "", met.replace("sink=2:fp32,", "")))]  # fmt: skip
+    (tmp_path / "pairs-h100.csv").write_text("\n".join(rows))
+    (tmp_path / "pairs-hopper-h100.csv").write_text("\n".join(rows[:2]))
+    told = "2 calls by the portable kernels and 1 by Hopper's, with documents in 1 and 0 of these"
+    assert script_tables.trained_pairs(tmp_path) == told
 
 
 def test_gains_of_blocks_and_bounds_of_large_scores_are_added_up_by_hand() -> None:

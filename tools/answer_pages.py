@@ -82,6 +82,7 @@ def figures(results: Path) -> dict[str, str]:
         "head": script_tables.head(results),
         "large": error_table.large_in_words(),
         "latent": "; ".join(_latent(results)),
+        "llama": _both_passes(front_page.models(results), "Llama 3 8B"),
         "models": slow[front_page.MODELS][0],
         "norms": _ways(norms),
         "pairs": script_tables.pairs(results),
@@ -92,6 +93,7 @@ def figures(results: Path) -> dict[str, str]:
         "softcap": slow["softcap, forward, head_dim 64 and 128"][0],
         "steps": ", ".join(f"head_dim {depth} {step[f'{depth}, causal'][-1]}" for depth in (64, 128, 256)),
         "statistics": script_tables.statistics_range(results),
+        "trained": script_tables.trained_pairs(results),
         "uneven": script_tables.uneven_decoding(results),
         "unequal": _ways(fast[front_page.UNEQUAL]),
         "window": script_tables.window_decoding(results),
@@ -111,6 +113,13 @@ def _rows(table: str) -> list[list[str]]:
 def _ways(cells: list[str]) -> str:
     """Forward and backward of a row of README's table of speed."""
     return f"forward {cells[1]}, backward {cells[2]}"
+
+
+def _both_passes(table: str, model: str) -> str:
+    """What a row of front_page.models says of a forward and a backward together."""
+    titles, *_ = _rows(table)
+    cells = dict(zip(titles, next(row for row in _rows(table) if row[0] == model), strict=True))
+    return ", ".join(f"{cells[title]} {title.removeprefix('both, ')}'s speed" for title in titles if title.startswith("both, "))
 
 
 def _costs(results: Path) -> dict[tuple[str, str], tuple[str, str]]:

@@ -106,4 +106,4 @@ def moved(text: str, page: str) -> str:
         other = subject(found[1])
         return found[0] if other == page else f"]({other}.md#{found[1]})"
 
-    return re.sub(r"\]\(#([\w-]+)\)", link, text).replace("](goals.md", "](../goals.md")
+    return re.sub(r"\]\((goals|limits)\.md", r"](../\1.md", re.sub(r"\]\(#([\w-]+)\)", link, text))

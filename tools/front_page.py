@@ -29,6 +29,7 @@ SUITES = {  # file of `flashtile bench` -> where its shapes come from; the shape
 UNEQUAL = "sequences of unequal lengths; bf16"  # the dtype of benchmarks/varlen.py
 UNEQUAL_PEERS = {"sdpa nested": "nested tensors", "flex document": "FlexAttention", "fa4 varlen": "FlashAttention-4"}
 MODELS = "training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3"
+TRAINED = "hopper-models-h200"
 NORM_PEERS = {"compiled": "torch.compile", "liger": "Liger"}
 NORMS = ("layer_norm", "rms_norm", "add_rms_norm", "dropout_add_layer_norm")
 DEVICES = {
@@ -129,7 +130,7 @@ def slower(folder: Path) -> str:
     share, memory = float(theirs["ms"]) / float(ours["ms"]), float(ours["peak_mb"]) / float(theirs["peak_mb"])
     add("`linear_cross_entropy`, both passes", f"{share:.2f}x, in {memory:.2f} of the memory", "torch.compile", [ours, theirs],
         "H200")  # fmt: skip
-    for stem, name in (("hopper-mla-h200", ""), ("hopper-models-h200", MODELS)):
+    for stem, name in (("hopper-mla-h200", ""), (TRAINED, MODELS)):
         results = read_bench(folder / f"{stem}.csv")
         add(name or shapes.told(results), _both(results), shapes.peers(results), shapes.measured(results), "H200")
     return "\n".join([*lines, ""])
@@ -166,6 +167,21 @@ def step(folder: Path) -> str:
     first = next(r for r in results if r.provider == "fa4")
     versions = f"FlashAttention-4 {first.flash_attn}, cuDNN {cudnn(first.cudnn)}, PyTorch {first.torch}"
     return "\n".join([*lines, "", f"One {first.device}, {_when(results)}; {versions}.", ""])
+
+
+def models(folder: Path) -> str:
+    """The training shapes of models: our speed over each peer's, by pass, and of a forward and a backward together."""
+    results = shapes.measured(read_bench(folder / f"{TRAINED}.csv"))
+    rows, peers = report.grouped(results), report.providers_of(r for r in results if r.side == "peer")
+    titles = [f"{way}, {shapes.PEERS[peer]}" for way in ("forward", "backward", "both") for peer in peers]
+    lines = [_line("model", "shape", *titles), _line(*["---"] * (2 + len(titles)))]
+    for spelling in dict.fromkeys(r.spelling for r in results):
+        ms = {(r.direction, name): r.ms or 0.0 for row in rows for name, r in row.items() if r.spelling == spelling}
+        first = next(r for r in results if r.spelling == spelling)
+        ways = (("forward",), ("backward",), ("forward", "backward"))
+        cells = [sum(ms[way, peer] for way in some) / sum(ms[way, OURS] for way in some) for some in ways for peer in peers]
+        lines.append(_line(shapes.MODELS[spelling], f"`{report.label(first)}`", *(f"{cell:.2f}x" for cell in cells)))
+    return "\n".join([*lines, "", f"One {results[0].device}, {_when(results)}.", ""])
 
 
 def cudnn(number: str) -> str:

@@ -86,10 +86,25 @@ def sentence(folder: Path) -> str:
             f"{where} `flashtile fuzz` drew {total['cases']:,} whole problems in {runs} and judged each that runs against "
             f"float64 ([rows](benchmarks/others.md#{name})). {total['right']:,} were right, and {total['close']} a little off "
             f"but right with most other data. {total['refused']:,} were refused with a reason. {total['wrong']} were wrong"
-            f"{', and are in the changelog' if total['wrong'] else ''}."
+            f"{', and are in the [changelog](../CHANGELOG.md#fixed)' if total['wrong'] else ''}."
         )
-        said += [fill(told, 120)] if rows else []
+        asked = dict[str, int]()  # by the backends that runs named: how many they refused
+        for row in rows:
+            asked[row["backends"]] = asked.get(row["backends"], 0) + int(row["refused"])
+        if len(asked) > 1:
+            each = ", ".join(f"{number:,} in runs of {_backends(names)}" for names, number in asked.items())
+            told += (
+                " A run asks for backends by name, in turn, and one that is named refuses what another would run. So were "
+                f"refused {each} ([why](benchmarks/others.md#{name}))."
+            )
+        said += [fill(told, 120, break_on_hyphens=False)] if rows else []
     return "\n\n".join(said)
+
+
+def _backends(names: str) -> str:
+    """A cell of the column `backends` in words."""
+    told = [{"chosen": "the planner's choice"}.get(name, f"`{name}`") for name in names.split()]
+    return " and ".join(", ".join(told).rsplit(", ", 1))
 
 
 def tiles(folder: Path) -> str:

@@ -237,6 +237,7 @@ def features(text: str) -> str:
     """The page of features with what they cost."""
     text = replaced(text, "window", script_tables.window(RESULTS))
     text = replaced(text, "pairs", script_tables.pairs(RESULTS))
+    text = replaced(text, "trained", script_tables.trained_pairs(RESULTS))
     for depth in (128, 256):
         text = replaced(text, f"fp8of{depth}", fp8_rows.share(RESULTS, depth).split()[0])
     text = replaced(text, "documents", script_tables.documents(RESULTS))
@@ -260,6 +261,7 @@ def limits(text: str) -> str:
     lines += [f"| {' | '.join(row)} |" for row in front_page.behind(RESULTS)]
     text = replaced(text, "behind", "\n".join([*lines, ""]))
     text = replaced(text, "step", "\n" + front_page.step(RESULTS))
+    text = replaced(text, "models", "\n" + front_page.models(RESULTS))
     text = replaced(text, "large", "\n" + error_table.large())
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 

@@ -91,7 +91,8 @@ FILES = {  # file -> what its rows are
     "the host for a call, forward alone (`forward`) or with its backward (`both`).",
     "fuzz-h200": "Runs of `flashtile fuzz`, which draws whole problems and judges them against float64: `tools/fuzz_rows.py`. "
     "`close`: above what is allowed with these data, within it with most others; `new`: kernels that no row before had. "
-    "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse.",
+    "At 56adf0c4 Hopper's kernels refused all of theirs, for a file of them did not parse. Later ones refuse backwards that "
+    "the portable kernels take: of one query or one key, of `delta='exact'`, and of some biases.",
     "fuzz-cpu": "The same on a CPU, by one process beside other work.",
     "jax-attention-h100": "Attention in JAX: `benchmarks/jax_attention.py`.",
 }  # fmt: skip
@@ -115,7 +116,8 @@ NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the 
     "columns takes tiles of 128 keys since 5515db7, which the next section has, on an H200.",
     "hopper-mla-h200": "The same on an H200: {shapes}.",
     "hopper-models-h200": "Hopper's kernels beside {peers}: training shapes of Llama 3, Qwen3, Gemma 3, GPT-OSS, DeepSeek V3 "
-    "({shapes}).",
+    "({shapes}). B is the batch, H heads of queries/keys, S tokens, D columns of a head: {legend}. "
+    "[Forward and backward together](limits.md#training-shapes-of-models).",
     "hopper-triton-tutorial-h100": "Hopper's kernels beside {peers}: {shapes} (Triton's tutorial).",
     "hopper-triton-tutorial-h200": "The same on an H200: {shapes}.",
     "llmc-h100": "The portable kernels beside {peers}: {shapes} (GPT-2's shapes, llm.c).",
@@ -158,7 +160,8 @@ def note(folder: Path, stem: str) -> str:
     if "{shapes}" not in text:
         return text
     results = read_bench(folder / f"{stem}.csv")
-    return text.format(peers=" and ".join(shapes.peers(results).rsplit(", ", 1)), shapes=shapes.told(results))
+    legend = shapes.legend(results) if "{legend}" in text else ""
+    return text.format(peers=" and ".join(shapes.peers(results).rsplit(", ", 1)), shapes=shapes.told(results), legend=legend)
 
 
 def section(path: Path) -> str:
@@ -347,15 +350,35 @@ def ranks(folder: Path) -> str:
 
 def pairs(folder: Path) -> str:
     """How many combinations of features were right on an H100: a sentence of docs/features.md."""
-    right = [
-        [row["problem"] for row in read(folder / f"{stem}-h100.csv") if row["section"] == "pairs" and not row["failure"]]
-        for stem in ("pairs", "pairs-hopper")
-    ]
+    right = [[row["problem"] for row in rows] for rows in _right_pairs(folder)]
     three = [sum(all(name in problem for name in ("alibi(", "softcap(", "dropout=")) for problem in rows) for rows in right]
     return (
         f"{len(right[0]):,} by the portable kernels and {len(right[1]):,} by Hopper's; ALiBi, a softcap and dropout meet in "
         f"{three[0]} and {three[1]} of them"
     )
+
+
+def trained_pairs(folder: Path) -> str:
+    """In how many of these a window, ALiBi, a sink and dropout met, backward too, and documents with them."""
+    names = (r"band=\d+:", r"alibi\(", "sink=", "dropout=")
+    four, documents = list[int](), list[int]()
+    for rows in _right_pairs(folder):
+        trained = [row["problem"] for row in rows if row["backward"] != "none"]
+        met = [problem for problem in trained if all(re.search(name, problem) for name in names)]
+        four.append(len(met))
+        documents.append(sum("document(" in problem for problem in met))
+    return (
+        f"{four[0]} calls by the portable kernels and {four[1]} by Hopper's, with documents in {documents[0]} and "
+        f"{documents[1]} of these"
+    )
+
+
+def _right_pairs(folder: Path) -> list[list[Row]]:
+    """The rows of drawn combinations on an H100 that were right, by the portable kernels and by Hopper's."""
+    return [
+        [row for row in read(folder / f"{stem}-h100.csv") if row["section"] == "pairs" and not row["failure"]]
+        for stem in ("pairs", "pairs-hopper")
+    ]
 
 
 def e4m3_caches(folder: Path) -> str:

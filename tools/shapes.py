@@ -18,6 +18,26 @@ PEERS = {
     "sdpa/math": "PyTorch's plain attention",
     "flex": "FlexAttention",
 }
+MODELS = {  # of the suite "models" of flashtile/bench/cases.py, in its order -> whose attention it is
+    "attention(q=2x8192x32x128,kv=8192x8x128,bf16,band=:0)": "Llama 3 8B",
+    "attention(q=1x8192x64x128,kv=8192x8x128,bf16,band=:0)": "Llama 3 70B",
+    "attention(q=2x4096x64x128,kv=4096x8x128,bf16,band=:0)": "Qwen3 32B",
+    "attention(q=1x8192x32x128,kv=8192x16x128,bf16,band=:0)": "Gemma 3 27B",
+    "attention(q=2x4096x64x64,kv=4096x8x64,bf16,band=:0)": "GPT-OSS 120B",
+    "attention(q=1x4096x128x192,kv=4096x128x128,bf16,band=:0)": "DeepSeek V3",
+    "attention(q=1x32768x24x128,kv=32768x24x128,bf16)": "a video DiT",
+    "attention(q=64x577x16x64,kv=577x16x64,bf16)": "ViT-L",
+}
+
+
+def legend(results: Sequence[Result]) -> str:
+    """Whose attention the rows of the suite "models" are, and which were not timed, and why."""
+    first = {row.spelling: row for row in results}
+    timed = {row.spelling for row in measured(results)}
+    whose = ", ".join(f"{MODELS[spelling]} `{report.label(first[spelling])}`" for spelling in first if spelling in timed)
+    left = " and ".join(f"{MODELS[spelling]} `{report.label(first[spelling])}`" for spelling in first if spelling not in timed)
+    why = " and ".join(dict.fromkeys(row.reason for row in results if row.spelling not in timed))
+    return f"{whose}. Empty rows were not timed ({why}): {left}" if left else whose
 
 
 def told(results: Sequence[Result]) -> str:

@@ -19,8 +19,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         page.meta.setdefault("search", {"boost": 0.1})
     if page.file.src_uri.startswith("answers/"):
         page.meta.setdefault("search", {"boost": 4})
-    markdown = markdown.replace("](../CONTRIBUTING.md)", "](contributing.md)").replace("](../CHANGELOG.md)", "](changelog.md)")
-    markdown = markdown.replace("](../../CHANGELOG.md)", "](../changelog.md)").replace("](../../README.md", "](../index.md")
+    markdown = markdown.replace("](../CONTRIBUTING.md)", "](contributing.md)").replace("](../CHANGELOG.md", "](changelog.md")
+    markdown = markdown.replace("](../../CHANGELOG.md", "](../changelog.md").replace("](../../README.md", "](../index.md")
     markdown = markdown.replace("](../../CONTRIBUTING.md", "](../contributing.md").replace("](../README.md", "](index.md")
     return NO_PAGE.sub(lambda link: link[1], markdown)
 

@@ -30,7 +30,7 @@ Path("jax.block.py").write_text(jax + "\nassert dq.shape == q.shape\n")
 Path("attend.c").write_text(c)
 (command,) = re.findall(r"`(flashtile export [^`]*)`", text)
 Path("export.sh").write_text(command + "\n")
-extras = re.findall(r"^pip install '\.\[([\w,]+)\]'", text, re.MULTILINE)
+extras = re.findall(r'^pip install "\.\[([\w,]+)\]"', text, re.MULTILINE)
 assert [names.split(",")[0] for names in extras] == ["torch", "jax", "export"], extras
 Path("extras.txt").write_text("\n".join(extras) + "\n")
 CODE

@@ -196,7 +196,7 @@ def again_otherwise(inputs: Inputs, backend: str) -> Any:
 CALLS: list[int] = []
 
 
-@pytest.mark.parametrize(("function", "said"), [(unwritten, "finite"), (beyond, "words beside"), (again_otherwise, "bits")])
+@pytest.mark.parametrize(("function", "said"), [(unwritten, "NaN"), (beyond, "words beside"), (again_otherwise, "bits")])
 def test_faults_of_memory_are_found(function: Any, said: str) -> None:
     result = check(replace(BASE, again=True, upstream="none"), CPU, function=function)
     assert result.status == "wrong"

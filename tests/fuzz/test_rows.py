@@ -28,6 +28,11 @@ def test_runs_add_up_in_rows(tmp_path: Path) -> None:
     said = fuzz_rows.sentence(tmp_path).replace("\n", " ")
     assert "24 whole problems in 3 runs, of 4 distinct kernels" in said
     assert "15 were right, and 0 a little off but right with most other data. 6 were refused with a reason. 3 were" in said
+    assert "in runs of" not in said, "all runs asked for the same backends"
+    assert fuzz_rows.add(tmp_path, [run | {"seed": 3, "backends": ["triton", "hopper", ""]}], "abe") == 1
+    said = fuzz_rows.sentence(tmp_path).replace("\n", " ")
+    other = "`triton`, `hopper` and the planner's choice"
+    assert f"So were refused 6 in runs of `hopper` and the planner's choice, 2 in runs of {other} ([why]" in said
 
 
 def test_runs_on_a_cpu_have_a_file_of_their_own(tmp_path: Path) -> None:

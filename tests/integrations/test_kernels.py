@@ -113,7 +113,7 @@ def test_it_stands_beside_an_installed_flashtile(repository: Path, monkeypatch: 
     from flashtile.torch.routes.functional import ATTENTION
 
     assert str(ATTENTION) == "flashtile.attention.default"
-    operator = sys.modules[f"{its.__name__}.torch.routes.operator"].ATTENTION
+    operator = sys.modules[f"{its.__name__}.torch.routes.functional"].ATTENTION
     assert str(operator) == f"{kernel.__name__}_flashtile.attention.default"
 
 

@@ -40,7 +40,7 @@ class Picture:
     __repr__ = __str__
 
     def save(self, path: str | Path) -> None:
-        """Write it as a picture, whose format the file's ending says. Needs matplotlib ('flashtile[cli]')."""
+        """Write it as a picture, whose format the file's ending says. Needs matplotlib (the extra `cli`)."""
         self._figure().savefig(path, dpi=140)
 
     def _repr_png_(self) -> bytes | None:
