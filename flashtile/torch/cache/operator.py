@@ -213,21 +213,26 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *asked
     return (CACHED if is_watched(q, k_cache, v_cache) else run_attention)(q, k_cache, v_cache, *asked)
 
 
-def run_attention(
+def _run(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: Maybe, v_scale: Maybe, page_table: Maybe,
     first: Maybe, others: list[torch.Tensor], split: int, text: str, floats: list[float], ints: list[int],
-    exactly: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """exactly: with the strides that the fake promises, of axes of one place too."""
+) -> tuple[Layout, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What is known of the call, out and lse."""
     others, floats, ints = others or [], floats or [], ints or []  # AOTInductor (2.13) hands None where a list is empty
     others = [t.resolve_neg() if t.is_neg() else t for t in others]
     layout, inputs = layout_of(q, k_cache, v_cache, (k_scale, v_scale), page_table, first, others, split, text, floats, ints)
-    out, lse = layout.attend(inputs, first, page_table)
-    return laid(out, layout.out_strides) if exactly else out, lse
+    return layout, *layout.attend(inputs, first, page_table)
+
+
+def run_attention(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the operator's arguments."""
+    return _run(*given)[1:]
 
 
 def _operated(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return run_attention(*given, exactly=True)
+    """As `run_attention`, with the strides that the fake promises, of axes of one place too."""
+    layout, out, lse = _run(*given)
+    return laid(out, layout.out_strides), lse
 
 
 def layout_of(
