@@ -14,10 +14,9 @@ TWO_AXES = {"usp": "allgather", "usp_ring": "ring"}  # over a mesh of two axes: 
 MOST_GROUPS = 4  # of heads on a GPU: a quarter of the transport is then not hidden, and each further group costs launches
 KEYS, TILES = 128, 512  # keys of a tile; tiles that fill the 132 processors of an H100 about four times. With 128 tiles of
 # grouped heads a causal backward ends with its longest one: 16k tokens took 12.35 ms instead of 9.1 (two H200, 2026-11-29)
-LARGE = (
-    1 << 17
-)  # bytes of a group's keys on a CPU: a head of 1,024 keys, 64 columns, whose arithmetic is some 10 ms. Of 16 bits a
-# call there holds float32 copies: with every head of k by itself 1.05 of the memory that is needed, with all together 2.05
+# Bytes of a group's keys on a CPU: a head of 1,024 keys, 64 columns, whose arithmetic is some 10 ms. Of 16 bits a call there
+# holds float32 copies: with every head of k by itself 1.05 of the memory that is needed, with all together 2.05.
+LARGE = 1 << 17
 EVEN = 1.02  # times the mean of scores: on two H200 all-gather of equal work was 1.028 to 1.10 times as fast as Ulysses
 METHODS = ("auto", "allgather", "ulysses", "ring", *TWO_AXES)
 

@@ -236,7 +236,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, asked: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.count, ctx.asked = count, asked
+        ctx.asked = asked
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         with below_autograd():

@@ -43,12 +43,13 @@ def define(
         return operator
 
     def autograd(keyset: Any, *given: Any) -> Any:
-        if is_dual_level() or is_jvp():
+        innermost = is_jvp()
+        if innermost or is_dual_level():
             tensors = [t for some in given for t in (some if isinstance(some, list) else (some,))]
-            if moved and is_jvp():
-                if any(tangent is not None for tangent in apart(tensors)[1]):
+            if moved and transforms():  # whose outer levels see to their own tangents
+                if innermost and any(tangent is not None for tangent in apart(tensors)[1]):
                     return moved(*given)
-            elif not (moved and transforms()):
+            else:
                 what, named = told(*given) if told else (name, ((f"argument {i}", t) for i, t in enumerate(tensors)))
                 refuse_tangents(what, "autograd", named, remedy)
         if torch.is_grad_enabled():
