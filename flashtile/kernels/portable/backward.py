@@ -27,13 +27,16 @@ from flashtile.kernels.device.memory import (
 )
 from flashtile.kernels.device.product import (
     add_product,
+    add_to_sum,
     aligned_parts,
     free_parts,
+    long_sum,
     product,
     product_and_rest,
     score_product,
     transposed,
-)  # fmt: skip
+    whole_sum,
+)
 from flashtile.kernels.device.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse, load_rows, rows_offset
@@ -144,9 +147,9 @@ def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: 
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     p = dropped(p, survives, place[4], T)
-    dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
+    dv = add_to_sum(dv, free_parts(p, dout.dtype, T), dout_parts, T)
     ds = free_parts(ds, q.dtype, T)
-    dk = add_product(dk, ds, q_parts, T)
+    dk = add_to_sum(dk, ds, q_parts, T)
     if T.adds_dq:
         if MASKED and T.mask.predicate:
             k = seen_parts(k, keep, T)
@@ -171,7 +174,6 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
         region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
@@ -193,8 +195,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     if T.held > 1:
         k = hold(k, COLUMNS)
     k, v = aligned_parts(k, T), aligned_parts(v, T)
-    dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
-    dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
+    dk, dv = long_sum(BLOCK_K, COLUMNS, T), long_sum(BLOCK_K, COLUMNS_V, T)
     seed = load_seed(score_args, T)
     place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     start_ptrs = (
@@ -233,9 +234,10 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
         dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[6]) + row_offset(column_k, strides[6])
-        store_tile(dk_tile, strides[6], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
+        store_tile(dk_tile, strides[6], whole_sum(dk, T) * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
+        dv = whole_sum(dv, T)
         if T.modifiers.dropout:
             dv *= seed.factor
         store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)
