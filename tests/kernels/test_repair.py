@@ -19,6 +19,7 @@ from flashtile.plan.call import Buffer, HostCall, KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.torch.execute.bound import Bound, device_of
+from flashtile.torch.execute.replay import pays
 
 PLACE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPELLINGS = {
@@ -130,3 +131,11 @@ def test_hopper_s_plans_of_biases_are_followed_by_repairs(hopper_runs: None) -> 
         assert any(getattr(tile, "repairs", False) for tile in tiles) == repaired
         names = [c.kernel.fn.__name__ for c in backward.calls if isinstance(c, KernelCall)]
         assert sum(name.startswith("repair_") for name in names) == 2 * repaired
+
+
+def test_a_long_forward_and_its_repair_are_launched_without_a_graph(hopper_runs: None) -> None:
+    spelling = "attention(q=2x{0}x16x128,kv={0}x16x128,bf16,band=:0,score=bias(1x1x{0}x{0}:bf16))"
+    long, short = (AttentionProblem.parse(spelling.format(n)) for n in (2048, 1024))
+    for p, forward, backward in ((long, False, True), (short, True, True)):
+        for plan, paid in ((dispatch.plan_forward(p, H100), forward), (dispatch.plan_backward(p, H100), backward)):
+            assert pays(plan, len(plan.calls)) == paid, (p, len(plan.calls))
