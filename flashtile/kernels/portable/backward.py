@@ -8,8 +8,6 @@ float64 and small 16-bit problems always: it corrects delta.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LOG2E, exp
@@ -35,7 +33,7 @@ from flashtile.kernels.device.product import (
     transposed,
 )  # fmt: skip
 from flashtile.kernels.device.score import capture, locate, probabilities, store_totals
-from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
+from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse, load_rows, rows_offset
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
@@ -87,24 +85,6 @@ def seen_parts(k, keep, T: tl.constexpr):
         return zero_unseen(k[0], keep, 1), zero_unseen(k[1], keep, 1), zero_unseen(k[2], keep, 1)
     else:
         return (zero_unseen(k[0], keep, 1),)
-
-
-class Scene(NamedTuple):
-    """What all steps of a walk share: which program it is, and what the kernel was given.
-
-    ends = (first, end) of those that see this tile, or that it sees. place = (batch, head of the tile's own tensors, its
-    indices as a column, the first of them, seed of dropout). Pointers stand at the item's first row.
-    """
-
-    ptrs: Any  # the key tile's: (q, dout, rows); the query tile's: (k, v) of its head
-    strides: Any
-    sizes: Any
-    ends: Any
-    place: Any
-    scale: Any
-    band: Any
-    score_args: Any
-    grad_args: Any  # of `capture`; where the key tile walks nobody reads it
 
 
 @jit
@@ -251,7 +231,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
     totals; the sum of p, where T.wide or not T.exact and FINDS). FINDS: it alone is formed, its first and last.
     """
     BLOCK_K: tl.constexpr = T.block_k
-    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, grad_args = scene
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, _ = scene
     queries, row = rows
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
@@ -269,7 +249,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
     dp = beyond_mean(queries[1], transposed(aligned_parts(v, T), T), row[1], row[4], survives, place[4].factor, T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0 and not FINDS:
-        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)
+        totals = capture(totals, raw, dp, row, at, keep, scene, True, MASKED, T, SCORE, CAPTURED)
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     if FINDS or T.corrects:
         excess = p * (dp + row[3])
@@ -284,8 +264,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
                 _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
                 turn = tl.dot(weight.to(tl.float32).to(tl.bfloat16), k[0].to(tl.float32).to(tl.bfloat16), turn)
             if T.slots > 0:
-                units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, MASKED, T, SCORE,
-                                CAPTURED)  # fmt: skip
+                units = capture(units, raw, ones, row, at, keep, scene, False, MASKED, T, SCORE, CAPTURED)
         off = (off[0] + tl.sum(excess, 1), turn, units, mass)
     if not FINDS:
         dq = add_product(dq, free_parts(ds, k[0].dtype, T), k, T)
