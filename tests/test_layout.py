@@ -59,7 +59,7 @@ def signature(count: int) -> str:
         ("flashtile/a.py", f"@jit\ndef f({signature(17)}): ...", "kernel f has 17 parameters; at most 16"),
         (
             "flashtile/a.py",
-            f"@jit\ndef f({signature(13)}): ...\n@jit(do_not_specialize=[])\ndef g({signature(16)}):\n  f()\n  g()",
+            f"@jit\ndef f({signature(13)}): ...\n@jit\ndef g({signature(16)}):\n  f()",
             "device function f has 13 parameters; at most 12",
         ),
     ],

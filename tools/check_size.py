@@ -15,7 +15,7 @@ FILE_LINES = 500
 DEVICE_LINES = 700  # of device code, where the order of instructions is the product
 HOST_PARAMETERS = 12
 PUBLIC_PARAMETERS = 16  # functions that `__all__` names, of flashtile, and its distributed, ops and jax
-KERNEL_PARAMETERS = 16  # @jit functions that are launched, also where a kernel runs another: each is a word for the driver
+KERNEL_PARAMETERS = 16  # @jit functions that are launched: each is a word for the driver
 DEVICE_PARAMETERS = 12  # @jit functions that other @jit functions call, inlined
 HOPPER_PARAMETERS = 17  # the same in kernels/sm90: the widest step today, not to grow
 
@@ -49,8 +49,7 @@ def breaches(root: Path) -> Iterator[str]:
 def limit(function: Function, public: set[str], called: set[str], hopper: bool) -> tuple[str, int]:
     """(what a function is, how many parameters it may have)."""
     if is_jit(function):
-        inlined = function.name in called and not is_launched(function)
-        if inlined:
+        if function.name in called:
             return "device function", HOPPER_PARAMETERS if hopper else DEVICE_PARAMETERS
         return "kernel", KERNEL_PARAMETERS
     return ("public function", PUBLIC_PARAMETERS) if function.name in public else ("function", HOST_PARAMETERS)
@@ -78,14 +77,6 @@ def is_jit(function: Function) -> bool:
         if (target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", None)) == "jit":
             return True
     return False
-
-
-def is_launched(function: Function) -> bool:
-    """Whether its decorator says how launches compile it."""
-    options = (
-        keyword for decorator in function.decorator_list if isinstance(decorator, ast.Call) for keyword in decorator.keywords
-    )
-    return any(keyword.arg == "do_not_specialize" for keyword in options)
 
 
 def called_on_the_device(tree: ast.AST) -> Iterator[str]:

@@ -86,13 +86,13 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
 
 
 @jit
-def broadcast_tile(program, ptrs, strides, whole, items, band, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr,
+def broadcast_tile(program, ptrs, strides, spans, items, band, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr,
                    CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    whole: the `Sizes` of the tensors; items = (how many, (seqused_q, seqused_k), None where absent); band = (left, right,
+    spans: the `Sizes` of the tensors; items = (how many, (seqused_q, seqused_k), None where absent); band = (left, right,
     arguments of the predicates MASK).
     The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
     shared, n), own and shared counting the batch entries and heads, n queries or keys.
@@ -100,9 +100,9 @@ def broadcast_tile(program, ptrs, strides, whole, items, band, scale, score_args
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
-    seqlen_q, seqlen_k, heads, group = whole
+    seqlen_q, seqlen_k, heads, group = spans
     batches, used_ptrs = items
-    left, right, _ = band
+    left, right = band[0], band[1]
     out_ptr, seed = ptrs[5], load_seed(score_args, T)
     tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1

@@ -104,11 +104,11 @@ def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
 
 
 @jit
-def forward_tile(program, in_ptrs, out_ptrs, strides, whole, band, scale, score_args, region, T: tl.constexpr,
+def forward_tile(program, in_ptrs, out_ptrs, strides, spans, band, scale, score_args, region, T: tl.constexpr,
                  SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One query tile of one head; program = (its number, how many there are).
 
-    whole: the `Sizes` of the tensors; band = (left, right, region[1]).
+    spans: the `Sizes` of the tensors; band = (left, right, region[1]).
     in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats), and where T.statistics also each row's (peak, entropy), of
     which one may be None; strides of q, k, v, out, sink (heads_q,); where T.stored behind both q_scale, k_scale and v_scale.
 
@@ -120,8 +120,8 @@ def forward_tile(program, in_ptrs, out_ptrs, strides, whole, band, scale, score_
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    seqlen_q, seqlen_k, heads, group = whole
-    left, right, _ = band
+    seqlen_q, seqlen_k, heads, group = spans
+    left, right = band[0], band[1]
     tile, head, item, _ = tile_of(program[0], program[1], region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
