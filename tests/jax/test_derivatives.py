@@ -66,7 +66,7 @@ def test_forward_mode_of_everything() -> None:
 
 
 def test_no_tangent_goes_through_a_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX makes it of the scores that equal the largest one, and NaN of a row where XLA computed them twice, once by FMAs."""
+    """JAX makes it of the scores that equal the largest one, and NaN of a row where XLA computed them twice, not alike."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a maximum is differentiated")
