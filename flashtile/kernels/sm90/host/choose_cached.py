@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.kernels.device.decoding import group_of
+from flashtile.kernels.device.decoding import PROGRAM_KEYS, group_of
 from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow
+from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.dtype import DType
 
@@ -90,6 +91,7 @@ class CachedTile(Narrow):
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
     rows: int = GROUP_ROWS  # of queries and heads
     turned: bool = False  # keys are the rows of products
+    crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
 
     @property
@@ -218,6 +220,24 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
 
 
 def refusals(problem: CachedProblem) -> list[str]:
+def reach_of(problem: CachedProblem, launch: CachedLaunch, heads: int) -> int | None:
+    """Keys that a tile of queries sees at most; None where that is all of them."""
+    p, left, right = problem.attention, problem.attention.band.left, problem.attention.band.right
+    if left is None:
+        return None
+    last = left + p.seqlen_q  # the last query stands at the last key
+    return last if right is None else min(last, left + right + launch.rows_of(heads * p.seqlen_q) // heads)
+
+
+def crosses(problem: CachedProblem, launch: CachedLaunch, reach: int | None, programs: int, device: Device) -> bool:
+    """Whether a block goes through all that its queries see and writes the result, in place of parts: of few keys, where
+    such blocks are enough, and registers have room for a third accumulator.
+    """
+    if reach is None or not launch.turned or problem.shared or not problem.split:
+        return False
+    return reach <= PROGRAM_KEYS and 10 * programs >= round(10 * PROGRAMS) * device.sm_count
+
+
     """Reasons against it."""
     p, pages = problem.attention, problem.pages
     reasons: list[str] = []
