@@ -53,9 +53,10 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     )  # fmt: skip
     if problem.shared and not launch.turned:
         queries = Descriptor("q", (1, GROUP_ROWS // heads, heads, choose.STRIP), axes=(0, 1, 2, 3))
-        kernel, args = decode_latent, (queries, keys, outputs, strides, *sizes)
+        latents = Descriptor("v", keys.block) if problem.apart else keys
+        kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
-        values = keys if problem.shared else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        values = keys if problem.shared and not problem.apart else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (programs * seen, 1, 1), args, (("T", tile),), 4, contracts=False,

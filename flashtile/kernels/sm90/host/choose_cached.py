@@ -93,6 +93,7 @@ class CachedTile(Narrow):
     turned: bool = False  # keys are the rows of products
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
+    rest_apart: bool = False  # this is a pool of its own
 
     @property
     def may_start_empty(self) -> bool:
@@ -139,7 +140,7 @@ class CachedTile(Narrow):
     @property
     def first_copied_k(self) -> int:
         """The first of them."""
-        return self.parts_v if self.latent else 0
+        return self.parts_v if self.latent and not self.rest_apart else 0
 
     @property
     def copied_v(self) -> int:
@@ -160,8 +161,9 @@ def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ..
     if problem.shared:
         return (CachedLaunch(64, 2, None, turned=True),)
     if problem.stored is None:
-        tiles = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
-        return tiles[::-1] if narrow else tiles
+        two, three = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
+        more = CachedLaunch(128, 2, turned=True), CachedLaunch(64, 4, turned=True)  # of narrow ones, to be measured
+        return (three, two, *more) if narrow else (two, three)
     more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
     return CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True)
 
@@ -215,11 +217,10 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
-        turned=launch.turned, latent=problem.shared,
+        turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
     )  # fmt: skip
 
 
-def refusals(problem: CachedProblem) -> list[str]:
 def reach_of(problem: CachedProblem, launch: CachedLaunch, heads: int) -> int | None:
     """Keys that a tile of queries sees at most; None where that is all of them."""
     p, left, right = problem.attention, problem.attention.band.left, problem.attention.band.right
@@ -238,6 +239,7 @@ def crosses(problem: CachedProblem, launch: CachedLaunch, reach: int | None, pro
     return reach <= PROGRAM_KEYS and 10 * programs >= round(10 * PROGRAMS) * device.sm_count
 
 
+def refusals(problem: CachedProblem) -> list[str]:
     """Reasons against it."""
     p, pages = problem.attention, problem.pages
     reasons: list[str] = []
