@@ -65,7 +65,8 @@ FILES = {  # file -> what its rows are
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
     "benchmarks generation --sections repeats`.",
     "cached-host-h200": "The host's time of eager calls over a cache, since they are known again (bed0cba9) and before "
-    "(99f04352), in turns on one machine, and without a copy of out (7421de1d; lab, decoding 21), two turns: `python -m benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
+    "(99f04352), in turns on one machine, and without a copy of out (7421de1d; lab, decoding 21), two turns: `python -m "
+    "benchmarks generation --sections host`. `of_sdpa_us`: over SDPA's flash.",
     "field-tests-caches-h200": "Tests of caches and sums through our names, flash-attention 3's, 4's (cute), flashinfer's and "
     "FlashMLA's: `benchmarks/field_tests.py`. Those of eccae7ed are flash-attention 2's. "
     "Of version 3 the tests of the cache and of sums alone ran.",
@@ -394,8 +395,8 @@ def e4m3_caches(folder: Path) -> str:
 
 
 def decoding_rows(folder: Path, lengths: str = "") -> list[Row]:
-    """Ours of one query over a cache beside the best of SDPA's kernels, by the library's own choice of a tile, the newest of each
-    cell: items of such lengths, equal ones by default."""
+    """Ours of one query over a cache beside the best of SDPA's kernels, by the library's own choice of a tile, the newest of
+    each cell: items of such lengths, equal ones by default."""
     found = dict[tuple[str, ...], Row]()
     for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):
         ours = re.fullmatch(r"flashtile/(contiguous|\d+)", row["provider"])

@@ -34,7 +34,7 @@ class BatchMLAPagedAttentionWrapper:
         self, float_workspace_buffer: Any = None, use_cuda_graph: bool = False, qo_indptr: Any = None, kv_indptr: Any = None,
         kv_indices: Any = None, kv_len_arr: Any = None, backend: str = "auto",
     ):  # fmt: skip
-        given = dict(zip(LISTS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        given: dict[str, Any] = dict(zip(LISTS, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         for name, tensor in given.items() if use_cuda_graph else ():
             if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.int32 or tensor.dim() != 1:
                 raise InvalidProblem(f"{name} is no int32 tensor of one axis; with use_cuda_graph=True plans write into it.")
@@ -74,14 +74,14 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_len_arr[{request}] is {int(lengths[request])} and the request has {int(count[request])} pages of "
                 f"{page_size} rows; they must hold its keys."
             )
-        queries = starts.diff().unique().tolist()
+        queries, longest = starts.diff().unique().tolist(), int(count.max()) if requests else 0
         planned = dict(
-            each=queries[0] if len(queries) == 1 else None, longest=int(count.max()) if requests else 0, starts=starts,
-            begins=begins, indices=indices, lengths=lengths,
+            each=queries[0] if len(queries) == 1 else None, longest=longest, starts=starts, begins=begins,
+            indices=indices, lengths=lengths,
             how=dict(causal=bool(causal), scale=sm_scale, options=options()), **sizes,
         )  # fmt: skip
         if self._kept is None:
-            self._table, _ = table_of(begins, indices, max(planned["longest"], 1))
+            self._table, _ = table_of(begins, indices, max(longest, 1))
         else:
             planned |= self._write(planned, self._kept)
         self._planned = planned
