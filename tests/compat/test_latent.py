@@ -178,6 +178,31 @@ def test_what_qv_needs() -> None:
         fa3.flash_attn_func(q, k_cache, v_cache, qv=qv)
 
 
+def test_gradients_and_refusals_of_qv() -> None:
+    """By two tensors what one of all columns gives, where head dims are small enough for gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(2, n, heads, d, generator=generator) for n, heads, d in ((3, 4, 8), (3, 4, 24), (9, 2, 8), (9, 2, 24))]
+    q, qv, k, v = made[0].requires_grad_(), made[1].requires_grad_(), *made[2:]
+    used = torch.tensor([9, 4], dtype=torch.int32)
+    out = flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv, causal=True)
+    both = torch.cat([v, k], -1)
+    whole = flashtile.attention_cached(torch.cat([qv, q], -1), both, both[..., :24], seqused_k=used, causal=True)
+    torch.testing.assert_close(out, whole)
+    grads = [torch.autograd.grad(o.square().sum(), (q, qv)) for o in (out, whole)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    for says, named in (
+        ("append is given beside qv", {"append": (k[:, :3], v[:, :3])}),
+        ("shared_prefix", {"shared_prefix": 4}),
+    ):
+        with pytest.raises(NotSupported, match=says):
+            flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv, **named)
+    with torch.no_grad():
+        flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv)
+        with pytest.raises(InvalidProblem, match="k_cache has head_dim 8 and q has 32"):  # though such a call is known now
+            flashtile.attention_cached(torch.cat([qv, q], -1), k, v, seqused_k=used)
+
+
 def test_nothing_is_written_for_a_call_that_runs_nowhere() -> None:
     """Rows of 600 columns can be appended, and no kernel attends to them."""
     q, k, v = (torch.randn(1, 1, 2, 600) for _ in "qkv")
