@@ -120,7 +120,10 @@ def _answer(
     if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
         out = out * v_scale
     out = put("out", into[0], out)
-    return (out, put("lse", into[1], lse_of(lse, *asked))) if return_lse else out
+    if not return_lse and into[1] is None:
+        return out
+    lse = put("lse", into[1], lse_of(lse, *asked))  # a given one is written in any case
+    return (out, lse) if return_lse else out
 
 
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:

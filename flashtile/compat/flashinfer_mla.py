@@ -143,6 +143,8 @@ class BatchMLAPagedAttentionWrapper:
             check_kind(name, tensor)
             if tuple(tensor.shape) != shape:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, as plan was told.")
+        if not len(ckv_cache) and not planned["longest"]:  # no request has a key
+            ckv_cache, kpe_cache = (t.new_zeros((1, *t.shape[1:])) for t in (ckv_cache, kpe_cache))
         each, requests = planned["each"], planned["lengths"].shape[0]
         alike = each and q_nope.shape[0] == requests * each  # as many queries of every request: what Hopper's kernels take
         q, qv = (t.unflatten(0, (requests, each)) if alike else t for t in (q_pe, q_nope))
@@ -159,4 +161,7 @@ class BatchMLAPagedAttentionWrapper:
         if alike:
             made, sums = made.flatten(0, 1), sums.transpose(0, 1).flatten(1)
         made = put("out", out, made)
-        return (made, put("lse", lse, lse_of(sums, "ln" if return_lse_base_on_e else "log2"))) if return_lse else made
+        if not return_lse and lse is None:
+            return made
+        sums = put("lse", lse, lse_of(sums, "ln" if return_lse_base_on_e else "log2"))  # a given one is written in any case
+        return (made, sums) if return_lse else made

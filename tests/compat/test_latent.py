@@ -105,6 +105,10 @@ def test_flashinfers_wrapper(counts: list[int], apart: bool, base_e: bool, graph
             captured.replay()
         else:
             out, lse = run()
+        kept_out, kept_lse = torch.empty_like(out), torch.empty_like(lse)
+        wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, kept_out, kept_lse, return_lse_base_on_e=base_e)
+        assert torch.equal(kept_out, out)
+        assert torch.equal(kept_lse, lse)
     starts = [sum(counts[:i]) for i in range(5)]
     for item, rows in enumerate(made.rows):
         some = slice(starts[item], starts[item + 1])
@@ -259,6 +263,11 @@ def test_refusals() -> None:
     with pytest.raises(InvalidProblem, match="qo_indptr has 3 elements and kv_len_arr 4"):
         wrapper.plan(starts[:3], begins, made.lists, made.used, *sizes)
     wrapper.plan(starts, begins, made.lists, made.used, *sizes)
+    empty = torch.zeros_like(made.used)
+    wrapper.plan(starts, empty.new_zeros(5), made.lists[:0], empty, *sizes)  # a cache of no pages
+    out, lse = wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[:0, :, :512], pool[:0, :, 512:], return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
     with pytest.raises(InvalidProblem, match=r"kpe_cache has shape .* as plan was told"):
         wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[..., :512], pool[..., 500:])
     with pytest.raises(InvalidProblem, match="kv_indptr is no int32 tensor of one axis; with use_cuda_graph=True plans write"):
