@@ -120,9 +120,8 @@ def _answer(
     if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
         out = out * v_scale
     out = put("out", into[0], out)
-    if not return_lse and into[1] is None:
-        return out
-    lse = put("lse", into[1], lse_of(lse, *asked))  # a given one is written in any case
+    if return_lse or into[1] is not None:  # a given one is written in any case
+        lse = put("lse", into[1], lse_of(lse, *asked))
     return (out, lse) if return_lse else out
 
 
