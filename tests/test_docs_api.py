@@ -17,7 +17,7 @@ SHOWN = {name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$
 # Modules of flashtile.compat that others are made of: nobody imports from them.
 INNER = {
     "asked", "descale", "device_code", "device_text", "flash_attn_cache", "flashinfer_pages", "flashinfer_states",
-    "latent", "probabilities", "scalar_score", "score_mod", "trees",
+    "probabilities", "scalar_score", "score_mod", "trees",
 }  # fmt: skip
 
 

@@ -8,10 +8,23 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem, renamed
+from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.options import DEFAULT
 
 NAMES = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
+
+
+class _Forward(torch.autograd.Function):
+    """A result as it is. As in version 3, inputs of e4m3 may require gradients, and have none: a backward says so."""
+
+    @staticmethod
+    def forward(ctx: Any, made: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        reason = "inputs of torch.float8_e4m3fn have none; give 16 bits with Options(precision='fp8'), by flashtile.attention"
+        raise NotSupported("the backward of version 3's e4m3", {"flashtile": [reason]})
 
 
 def attend_descaled(
@@ -36,7 +49,13 @@ def attend_descaled(
             )
         given["q_scale"] = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
     options = replace(arguments.get("options") or DEFAULT, precision="fp8")
+    wanted = [t for t in tensors if torch.is_grad_enabled() and getattr(t, "dtype", None) is q.dtype and t.requires_grad]
     try:
-        return function(*tensors, **{**arguments, **given, "options": options})
+        made = function(
+            *(t.detach() if any(t is w for w in wanted) else t for t in tensors), **{**arguments, **given, "options": options}
+        )
     except InvalidProblem as error:
         raise renamed(error, NAMES) from None
+    if not wanted:
+        return made
+    return tuple(_Forward.apply(t, *wanted) for t in made) if isinstance(made, tuple) else _Forward.apply(made, *wanted)

@@ -168,7 +168,6 @@ def flash_attn_with_kvcache(
     scheduler_metadata, max_seqlen_q, pack_gqa and num_splits are hints; num_splits=1 is one pass. A cache may be e4m3, beside
     q of 16 bits or e4m3, whose out is bfloat16; q_descale, k_descale, v_descale: float32 (batch, heads_kv). qv, as q but with
     head_dim_v columns, is multiplied with the values: scores are softmax_scale * (q k^T + qv v^T), by default of both widths.
-    Caches must be views of one tensor then, v_cache its first columns and k_cache those behind: rows are read once.
     """
     _refuse("flash_attn_with_kvcache", None, sm_margin)
     cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
@@ -201,6 +200,6 @@ def chunks(attention_chunk: Any) -> Any:
 
 def _refuse(name: str, qv: Any, sm_margin: int) -> None:
     refuse(name, {
-        "qv is given; flash_attn_with_kvcache takes it, of keys and values that are columns of one tensor": qv is not None,
+        "qv is given; flash_attn_with_kvcache takes it": qv is not None,
         f"sm_margin is {sm_margin}; kernels use every multiprocessor": sm_margin != 0,
     })  # fmt: skip

@@ -13,13 +13,13 @@ import torch
 
 from flashtile import dispatch
 from flashtile.compat.asked import Asked, blind_rows_positive, refuse
-from flashtile.compat.latent import latent_pools
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.ops.position import rotary
 from flashtile.problem.attention import MAX_HEAD_DIM
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.attention import attention_cached, problem_of
+from flashtile.torch.cache.latent import check_latents
 from flashtile.torch.cache.tensors import check_pools, int32
 from flashtile.torch.call.stored import STORED, check_kind
 from flashtile.torch.execute.bound import device_of
@@ -159,8 +159,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) after the append. New rows of 8 bits are stored as they are, others over their descale.
 
-    qv: queries that are multiplied with the values, beside q with the keys: absorbed latent attention, of a cache whose rows
-    hold the values before the keys.
+    qv: queries that are multiplied with the values, beside q with the keys: absorbed latent attention.
     """
     fresh.check(cache.seqlens)
     descales = Descales() if descales is None else descales
@@ -174,7 +173,8 @@ def attend(
         whole = all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache.k, cache.v))
         if fresh.k is not None or qv is not None or not whole:
             check_pools(q, cache.k, cache.v, cu_q is not None)  # before anything is written; else `attention_cached` does
-        keys, values = (cache.k, cache.v) if qv is None else latent_pools(q, qv, cache.k, cache.v)
+        if qv is not None:
+            check_latents(q, qv, cache.k, cache.v, cu_q is not None)
         cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
         table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)
@@ -183,9 +183,8 @@ def attend(
         how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=True, k_scale=descales.k, v_scale=descales.v)
         how["split"] = 0 if num_splits == 1 else None  # of others it is the library's, which changes no bits with the batch
         if fresh.k is not None and fresh.v is not None:
-            if max(keys.shape[3], values.shape[3]) > MAX_HEAD_DIM:  # nothing is written for a call that runs nowhere
-                wide = q if qv is None else torch.cat([qv, q], -1)
-                asked_for = problem_of(wide, keys, values, table, seqused_k=seqlens, **how)
+            if qv is not None or max(cache.k.shape[3], cache.v.shape[3]) > MAX_HEAD_DIM:  # nothing is written for who fails
+                asked_for = problem_of(q, cache.k, cache.v, table, seqused_k=seqlens, qv=qv, **how)
                 dispatch.plan_cached(asked_for, device_of(q.device))
             fresh_cu = None if fresh.cu_seqlens is None else int32("cu_seqlens_k_new", fresh.cu_seqlens, q, batch + 1)
             k, turn = fresh.k, None
@@ -198,8 +197,7 @@ def attend(
                 q = fresh.turned(q, starts, cu, moves)
             append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn, **stored)
             seqlens = seqlens + (k.shape[1] if fresh_cu is None else fresh_cu[1:] - fresh_cu[:-1])
-        q = q if qv is None else torch.cat([qv, q], -1)
-        return attention_cached(q, keys, values, table, seqused_k=seqlens, **how)
+        return attention_cached(q, cache.k, cache.v, table, seqused_k=seqlens, qv=qv, **how)
 
 
 def attend_packed(

@@ -120,7 +120,9 @@ def _answer(
     if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
         out = out * v_scale
     out = put("out", into[0], out)
-    return (out, put("lse", into[1], lse_of(lse, *asked))) if return_lse else out
+    if return_lse or into[1] is not None:  # a given one is written in any case
+        lse = put("lse", into[1], lse_of(lse, *asked))
+    return (out, lse) if return_lse else out
 
 
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ class CachedExport:
     @property
     def unit(self) -> int:
         """What the pools' strides are multiples of: where head_dim allows it, so many that loads are whole vectors."""
-        p = self.problem.attention
-        return gcd(16, p.head_dim, 16 if self.problem.shared else p.head_dim_v)
+        problem = self.problem
+        return gcd(16, problem.columns_k, 16 if problem.shared and not problem.apart else problem.attention.head_dim_v)
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -59,8 +59,8 @@ class CachedExport:
     @property
     def strided(self) -> tuple[str, ...]:
         """Names of the pools' strides: of both alike, where they are equally wide."""
-        p = self.problem.attention
-        if self.problem.shared or p.head_dim == p.head_dim_v:
+        problem = self.problem
+        if (problem.shared and not problem.apart) or problem.columns_k == problem.attention.head_dim_v:
             return AXES
         return tuple(f"{side}_{axis}" for side in "kv" for axis in AXES)
 

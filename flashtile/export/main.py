@@ -86,7 +86,7 @@ def name_of_cached(problem: CachedProblem) -> str:
     words += [f"split{problem.split}"] if problem.split else []
     if problem.stored is not None:
         words += [w for w in (problem.stored.dtype, problem.stored.k_scale, problem.stored.v_scale) if w]
-    return "_".join([*words, "shared"] if problem.shared else words)
+    return "_".join([*words, *["shared"] * problem.shared, *["apart"] * problem.apart])
 
 
 def read(spelling: str) -> tuple[str | None, str]:

@@ -95,12 +95,15 @@ def forward_buffers(p: AttentionProblem) -> tuple[Buffer, ...]:
 
 def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
     """Those of a cached forward: k and v are the pools, of bytes where they are `stored` so; `page_table`, `first_k`,
-    `k_scale`, `v_scale` where there are such, and no v where values are columns of keys.
+    `k_scale`, `v_scale` where there are such, and no v where values are columns of keys that do not lie apart.
     """
     p, pages, stored = problem.attention, problem.pages, problem.stored
     pool = (pages.pages, pages.page_size, p.heads_kv)
-    shapes, dtype = {"k": (*pool, p.head_dim), "v": (*pool, p.head_dim_v)}, None if stored is None else stored.buffer_dtype
-    left_out = {"cu_seqlens_k", *(["v"] if problem.shared else [])}
+    shapes, dtype = (
+        {"k": (*pool, problem.columns_k), "v": (*pool, p.head_dim_v)},
+        None if stored is None else stored.buffer_dtype,
+    )
+    left_out = {"cu_seqlens_k", *(["v"] if problem.shared and not problem.apart else [])}
     given = [
         replace(b, shape=shapes[b.name], dtype=dtype or b.dtype) if b.name in shapes else b
         for b in forward_buffers(p)

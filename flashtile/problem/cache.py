@@ -97,6 +97,7 @@ class CachedProblem:
         0 for one pass.
     stored: what the cache holds, if not numbers of the queries' dtype.
     shared: values are the first head_dim_v columns of the keys, in the same memory: there is no v (MLA, absorbed).
+    apart: of such keys the columns behind the values are a pool of their own: v has the values, and k the other columns.
     addressable: pools have a dense last axis, and addresses and strides that are multiples of 16 bytes.
     """
 
@@ -105,6 +106,7 @@ class CachedProblem:
     split: int = 0
     stored: Stored | None = None
     shared: bool = False
+    apart: bool = False
     addressable: bool = True
 
     def __post_init__(self) -> None:
@@ -114,6 +116,16 @@ class CachedProblem:
                 f"head_dim_v is {self.attention.head_dim_v} and values are columns of keys, which have "
                 f"{self.attention.head_dim}; it must be at most as many."
             )
+        if self.apart and not (self.shared and self.attention.head_dim_v < self.attention.head_dim):
+            raise InvalidProblem(
+                f"head_dim_v is {self.attention.head_dim_v} and head_dim {self.attention.head_dim}; of keys whose columns "
+                "behind the values lie apart it must be less."
+            )
+
+    @property
+    def columns_k(self) -> int:
+        """Of the pool k."""
+        return self.attention.head_dim - (self.attention.head_dim_v if self.apart else 0)
 
     @property
     def remedies(self) -> list[str]:
@@ -144,7 +156,7 @@ class CachedProblem:
         parts = [self.attention.spell(), self.pages.spell()]
         parts += [f"split={self.split}"] if self.split else []
         parts += [self.stored.spell_cache()] if self.stored is not None else []
-        parts += ["v<k"] if self.shared else []
+        parts += ["v<k:apart" if self.apart else "v<k"] if self.shared else []
         parts += [] if self.addressable else ["unaligned"]
         return f"cached({','.join(parts)})"
 
@@ -186,7 +198,9 @@ _PARTS: dict[str, Any] = {
     "split": lambda value: {"split": None if value == "default" else int(value)},
     "cache": lambda value: {"stored": Stored.parse(value)},
 }
-_WORDS: dict[str, dict[str, bool]] = {"v<k": {"shared": True}, "unaligned": {"addressable": False}}
+_WORDS: dict[str, dict[str, bool]] = {
+    "v<k": {"shared": True}, "v<k:apart": {"shared": True, "apart": True}, "unaligned": {"addressable": False},
+}  # fmt: skip
 
 
 def why_split(problem: CachedProblem) -> str:
@@ -292,6 +306,6 @@ def append_of(problem: CachedProblem) -> AppendProblem:
     """What writes as many new keys as there are queries, by the items' lengths, into the cache of a problem."""
     p, pages, items = problem.attention, problem.pages, problem.attention.batch
     return AppendProblem(
-        p.slabs, p.span_q, p.heads_kv, p.head_dim, p.head_dim_v, p.dtype, pages.pages, pages.page_size, problem.stored,
-        problem.shared, items, pages.columns if pages.table else None, p.lengths.varlen,
+        p.slabs, p.span_q, p.heads_kv, problem.columns_k, p.head_dim_v, p.dtype, pages.pages, pages.page_size, problem.stored,
+        problem.shared and not problem.apart, items, pages.columns if pages.table else None, p.lengths.varlen,
     )  # fmt: skip

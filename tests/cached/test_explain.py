@@ -12,7 +12,7 @@ from flashtile.problem.cache import CachedProblem, default_split
 from flashtile.torch.cache import operator
 from flashtile.torch.cache.attention import problem_of
 from tests.cached import boxes
-from tests.cached.draw import draw
+from tests.cached.draw import draw, taken_apart
 
 LLAMA = "cached(attention(q=64x1x32x128,kv=8192x8x128,bf16,band=:0,used=k),pages=40000x16x512,{})"
 
@@ -23,11 +23,13 @@ def test_spellings_are_read_back() -> None:
     for seed in range(80):
         drawn = draw(seed, stored=seed % 2 == 0)
         problems.append(problem_of(*drawn.tensors, **drawn.arguments, split=drawn.split))
+        if (apart := taken_apart(drawn)) is not None:
+            problems.append(problem_of(*apart[0], **drawn.arguments, split=drawn.split, qv=apart[1]))
     for problem in problems:
         assert CachedProblem.parse(problem.spell()) == problem
     assert len({p.spell() for p in problems}) > 100
     assert sum(p.stored is not None for p in problems) >= 40
-    for word in ("varlen=", ":first", ":contiguous", "split=", "v<k", "unaligned", "where=", "score=", "sink="):
+    for word in ("varlen=", ":first", ":contiguous", "split=", "v<k", "v<k:apart", "unaligned", "where=", "score=", "sink="):
         assert any(word in p.spell() for p in problems), word
 
 

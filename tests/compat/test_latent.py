@@ -62,19 +62,54 @@ def test_flash_mla(page: int, heads: int, heads_kv: int, queries: int, causal: b
         torch.testing.assert_close(lse[item].double().cpu(), sums, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("base_e", [False, True])
-def test_flashinfers_wrapper(base_e: bool, device: torch.device) -> None:
-    made, counts = Latents(8, 1, torch.bfloat16, device), [2, 1, 0, 1]
-    pool = made.pool[:, :, 0]
+def lists(made: Latents, counts: list[int]) -> list[torch.Tensor]:
+    """A plan's: where queries and pages begin, longer than it is read, the pages, and the lengths."""
     begins, starts = ([sum(n[:i]) for i in range(len(n) + 1)] for n in (made.counts, counts))
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0))
-    plan = [torch.tensor(n, dtype=torch.int32, device=device) for n in (starts, [*begins, 0, 0])]  # more than are read
-    wrapper.plan(*plan, made.lists.to(device), made.used, 16, 512, 64, 8, True, 0.05, torch.bfloat16, torch.bfloat16)
-    q = torch.randn(4, 16, 576, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    device = made.pool.device
+    two = [torch.tensor(n, dtype=torch.int32, device=device) for n in (starts, [*begins, begins[-1], begins[-1]])]
+    return [*two, made.lists.to(device), made.used]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(("counts", "apart", "base_e"), [
+    ([2, 1, 0, 1], False, True), ([2, 1, 0, 1], True, False), ([2] * 4, True, False),
+])  # fmt: skip
+def test_flashinfers_wrapper(counts: list[int], apart: bool, base_e: bool, graph: bool, device: torch.device) -> None:
+    """Caches of two tensors or of one; with a graph a plan of empty requests comes first, and a replay reads the next."""
+    made = Latents(8, 1, torch.bfloat16, device)
+    pool = made.pool[:, :, 0]
+    ckv, kpe = (t.clone() if apart else t for t in pool.split((512, 64), -1))
+    plan = lists(made, counts)
+    kept = [torch.full((n,), RUBBISH, dtype=torch.int32, device=device) for n in (5, 9, 99, 4)] if graph else []
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(0), graph, *kept)
+    sizes = (16, 512, 64, 8, True, 0.05, torch.bfloat16, torch.bfloat16)
+    q = torch.randn(sum(counts), 16, 576, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+
+    def run() -> Any:
+        return wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, return_lse=True, return_lse_base_on_e=base_e)
+
     with torch.no_grad():
-        out, lse = wrapper.run(
-            q[..., :512], q[..., 512:], pool[..., :512], pool[..., 512:], return_lse=True, return_lse_base_on_e=base_e
-        )
+        captured = None
+        if graph:
+            wrapper.plan(plan[0], torch.zeros_like(plan[1]), plan[2][:1], torch.zeros_like(plan[3]), *sizes)
+            out, lse = run()
+            assert not out.any()
+            if device.type == "cuda":
+                captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(captured):
+                    out, lse = run()
+        wrapper.plan(*plan, *sizes)
+        for tensor in plan if graph else ():
+            tensor.fill_(RUBBISH)
+        if captured is not None:
+            captured.replay()
+        else:
+            out, lse = run()
+        kept_out, kept_lse = torch.empty_like(out), torch.empty_like(lse)
+        wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, kept_out, kept_lse, return_lse_base_on_e=base_e)
+        assert torch.equal(kept_out, out)
+        assert torch.equal(kept_lse, lse)
+    starts = [sum(counts[:i]) for i in range(5)]
     for item, rows in enumerate(made.rows):
         some = slice(starts[item], starts[item + 1])
         exact, sums = formula(q[some], rows, True, 0.05)
@@ -85,11 +120,13 @@ def test_flashinfers_wrapper(base_e: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("page", "heads", "heads_kv", "append"), [(64, 16, 1, True), (5, 6, 3, True), (8, 4, 1, False)])
+@pytest.mark.parametrize(("page", "heads", "heads_kv", "append", "apart"), [
+    (64, 16, 1, True, False), (5, 6, 3, True, True), (8, 4, 1, False, True),
+])  # fmt: skip
 def test_version_3_multiplies_qv_with_the_values(
-    page: int, heads: int, heads_kv: int, append: bool, packed: bool, device: torch.device
+    page: int, heads: int, heads_kv: int, append: bool, apart: bool, packed: bool, device: torch.device
 ) -> None:
-    """As serving keeps it: latents before rotated columns, in one tensor; a new row of each, rotated as q is."""
+    """Latents and rotated columns in one tensor, as serving keeps them, or in two; a new row of each, rotated as q is."""
     made, generator = Latents(page, heads_kv, torch.bfloat16, device), torch.Generator().manual_seed(1)
     qv, q, v, k = (
         torch.randn(len(USED), 1, n, d, generator=generator).bfloat16().to(device)
@@ -97,7 +134,7 @@ def test_version_3_multiplies_qv_with_the_values(
     )
     angle = torch.rand(256, 8, generator=generator)
     cos, sin = (t.bfloat16().to(device) for t in (angle.cos(), angle.sin()))
-    v_cache, k_cache = made.pool.split((512, 64), -1)
+    v_cache, k_cache = (t.clone() if apart else t for t in made.pool.split((512, 64), -1))
     if heads_kv == 1:  # as who keeps no axis of heads gives them, whose strides there differ
         v_cache, k_cache = v_cache[:, :, 0].unsqueeze(-2), k_cache[:, :, 0].unsqueeze(-2)
     given, before, rows, turned = dict[str, Any](), made.used, made.rows, list(q)
@@ -132,11 +169,8 @@ def test_what_qv_needs() -> None:
     v_cache, k_cache = made.pool.split((512, 64), -1)
     qv, q = (torch.randn(len(USED), 1, 4, d).bfloat16() for d in (512, 64))
     how: dict[str, Any] = dict(cache_seqlens=made.used, page_table=made.table)
-    apart = r"v_cache and k_cache lie apart; make them views of one tensor of 576 columns: pool\[\.\.\., :512\]"
     refused: list[tuple[tuple[torch.Tensor, ...], type[Exception], str]] = [
-        ((q, k_cache.clone(), v_cache, qv), NotSupported, apart),
-        ((q, made.pool[..., :64], made.pool[..., 64:], qv), NotSupported, apart),  # the keys first
-        ((q, k_cache.roll(1, 0), v_cache, qv), NotSupported, apart),
+        ((q[..., :60], k_cache, v_cache, qv), InvalidProblem, "q has head_dim 60 and k_cache 64; they must be equal"),
         ((q, k_cache, v_cache, qv[..., :500]), InvalidProblem, r"qv has shape \(4, 1, 4, 500\); it must be \(4, 1, 4, 512\)"),
         ((q, k_cache, v_cache, qv.float()), InvalidProblem, r"qv is torch\.float32 on cpu and q is torch\.bfloat16"),
         ((q.to(torch.float8_e4m3fn), k_cache, v_cache, qv), NotSupported, r"qv is given and q is torch\.float8_e4m3fn"),
@@ -146,6 +180,31 @@ def test_what_qv_needs() -> None:
             fa3.flash_attn_with_kvcache(q_, k_, v_, qv=qv_, **how)
     with pytest.raises(NotSupported, match="qv is given; flash_attn_with_kvcache takes it"):
         fa3.flash_attn_func(q, k_cache, v_cache, qv=qv)
+
+
+def test_gradients_and_refusals_of_qv() -> None:
+    """By two tensors what one of all columns gives, where head dims are small enough for gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(2, n, heads, d, generator=generator) for n, heads, d in ((3, 4, 8), (3, 4, 24), (9, 2, 8), (9, 2, 24))]
+    q, qv, k, v = made[0].requires_grad_(), made[1].requires_grad_(), *made[2:]
+    used = torch.tensor([9, 4], dtype=torch.int32)
+    out = flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv, causal=True)
+    both = torch.cat([v, k], -1)
+    whole = flashtile.attention_cached(torch.cat([qv, q], -1), both, both[..., :24], seqused_k=used, causal=True)
+    torch.testing.assert_close(out, whole)
+    grads = [torch.autograd.grad(o.square().sum(), (q, qv)) for o in (out, whole)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    for says, named in (
+        ("append is given beside qv", {"append": (k[:, :3], v[:, :3])}),
+        ("shared_prefix", {"shared_prefix": 4}),
+    ):
+        with pytest.raises(NotSupported, match=says):
+            flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv, **named)
+    with torch.no_grad():
+        flashtile.attention_cached(q, k, v, seqused_k=used, qv=qv)
+        with pytest.raises(InvalidProblem, match="k_cache has head_dim 8 and q has 32"):  # though such a call is known now
+            flashtile.attention_cached(torch.cat([qv, q], -1), k, v, seqused_k=used)
 
 
 def test_nothing_is_written_for_a_call_that_runs_nowhere() -> None:
@@ -204,9 +263,19 @@ def test_refusals() -> None:
     with pytest.raises(InvalidProblem, match="qo_indptr has 3 elements and kv_len_arr 4"):
         wrapper.plan(starts[:3], begins, made.lists, made.used, *sizes)
     wrapper.plan(starts, begins, made.lists, made.used, *sizes)
-    with pytest.raises(NotSupported, match="ckv_cache and kpe_cache lie apart; make them views of one tensor"):
-        wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[..., :512].clone(), pool[..., 512:])
+    empty = torch.zeros_like(made.used)
+    wrapper.plan(starts, empty.new_zeros(5), made.lists[:0], empty, *sizes)  # a cache of no pages
+    out, lse = wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[:0, :, :512], pool[:0, :, 512:], return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
     with pytest.raises(InvalidProblem, match=r"kpe_cache has shape .* as plan was told"):
         wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[..., :512], pool[..., 500:])
-    with pytest.raises(NotSupported, match="use_cuda_graph is True"):
-        BatchMLAPagedAttentionWrapper(use_cuda_graph=True)
+    with pytest.raises(InvalidProblem, match="kv_indptr is no int32 tensor of one axis; with use_cuda_graph=True plans write"):
+        BatchMLAPagedAttentionWrapper(None, True, starts.clone(), None, made.lists.clone(), made.used.clone())
+    kept = [t.clone() for t in (starts, begins, made.lists, made.used)]
+    wrapper = BatchMLAPagedAttentionWrapper(None, True, *kept)
+    wrapper.plan(starts, begins, made.lists, made.used, *sizes)
+    with pytest.raises(InvalidProblem, match="qo_indptr has 2 queries a request and the plan before 1; with use_cuda_graph"):
+        wrapper.plan(2 * starts, begins, made.lists, made.used, *sizes)
+    with pytest.raises(InvalidProblem, match="kv_indices has 8 elements and the wrapper's 4; with use_cuda_graph=True"):
+        wrapper.plan(starts, begins, made.lists.repeat(2), made.used, *sizes)

@@ -45,19 +45,19 @@ SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is
     "absorbed groups": (
         "attention(q=128x2x128x576,kv=8192x8x512,fp16,band=:0,used=k)", Pages(16384, 64, 128), 256, None, True,
     ),
-    "absorbed 16": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, None, True),
+    "absorbed 16 in two": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, None, True),
     "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
     "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
 }  # fmt: skip
-HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # values are columns of keys where these have 576
+HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # of 576 columns keys hold values
     "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512, None),
     "hopper pages": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, None),
     "hopper window": ("attention(q=8x4x8x128,kv=4096x8x80,fp16,band=100:0,sink=8:fp32,used=k)", Pages(512, 64, 64), 0, None),
     "hopper 64": ("attention(q=8x1x64x64,kv=4096x8x64,fp16,used=k)", Pages(512, 256, 16), 512, None),
     "hopper e4m3": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 16, 256), 512, STORED),
     "hopper padded": (
-        "attention(q=8x1x32x128,kv=4096x8x128,bf16,band=:0,used=k)",
-        Pages(8, 4096, 1, False, True),
+        "attention(q=64x1x32x128,kv=4096x8x128,bf16,band=500:0,used=k)",
+        Pages(64, 4096, 1, False, True),
         256,
         None,
     ),
@@ -65,7 +65,7 @@ HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # values are colum
     "hopper e4m3 rows": ("attention(q=8x16x32x128,kv=4096x8x128,bf16,band=:0,used=k)", Pages(512, 64, 64), 256, STORED),
     "hopper e4m3 alone": ("attention(q=1x1x8x128,kv=8192x1x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
     "hopper folds": ("attention(q=64x1x32x128,kv=8192x8x128,bf16,used=k)", Pages(512, 16, 512), 256, STORED),
-    "hopper latent 16": ("attention(q=64x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 256, None),
+    "hopper latent 16 in two": ("attention(q=64x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 256, None),
     "hopper latent 128": ("attention(q=64x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(4096, 64, 64), 0, None),
     "hopper latent alone": (
         "attention(q=64x1x128x576,kv=4096x1x512,fp16,band=100:0,sink=128:bf16,used=k)",
@@ -91,11 +91,11 @@ def main() -> None:
         plans = {name: backend_named("triton").cached(some, device) for name, some in appends}
         for name in asked.get(target, names[:2]):
             spelling, pages, split, stored, shared = SPELLINGS[name]
-            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared)
+            problem = CachedProblem(AttentionProblem.parse(spelling), pages, split, stored, shared, "in two" in name)
             plans[name] = backend_named("triton").cached(problem, device)
         for name, (spelling, pages, split, stored) in HOPPER.items() if target == "sm90" and not others else ():
             p = AttentionProblem.parse(spelling)
-            problem = CachedProblem(p, pages, split, stored, p.head_dim == 576)
+            problem = CachedProblem(p, pages, split, stored, p.head_dim == 576, "in two" in name)
             plans[name] = backend_named("hopper").cached(problem, device)
         for name, plan in plans.items():
             for call in plan.calls:

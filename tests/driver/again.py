@@ -42,6 +42,7 @@ def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
     starts = torch.tensor([0, 4, 5], dtype=torch.int32)
     eight, scale, sink = [t.to(torch.float8_e4m3fn) for t in pages], torch.ones(KV), torch.zeros(HEADS)
     latent, wide = normal(8, PAGE, 1, 192), normal(BATCH, 1, HEADS, 192)
+    (front, behind), (values, rest) = ([x.contiguous() for x in t.split((128, 64), -1)] for t in (wide, latent))
     cached: dict[str, Call] = {
         "contiguous": lambda: attention_cached(q, k, v, seqused_k=used, causal=True),
         "pages": lambda: attention_cached(q, *pages, table, seqused_k=used, causal=True, return_lse=True),
@@ -51,6 +52,7 @@ def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
         "packed": lambda: attention_cached(packed, *pages, table, seqused_k=used, cu_seqlens_q=starts, causal=True),
         "8 bits": lambda: attention_cached(q, *eight, table, seqused_k=used, k_scale=scale, v_scale=scale, split=128),
         "latent": lambda: attention_cached(wide, latent, latent[..., :128], table, seqused_k=used),
+        "latent in two": lambda: attention_cached(behind, rest, values, table, seqused_k=used, qv=front),
         "append": lambda: attention_cached(q, *pages, table, seqused_k=used, append=new, causal=True),
     }  # fmt: skip
     slots = torch.tensor([[7], [300]])
@@ -117,8 +119,9 @@ def main() -> None:
         for name, call in {**cached, **appends}.items():
             known.clear()
             first, second, third = (launched(call) for _ in range(3))
-            alike = [{n: a for n, a in one.items() if n != "seqused_k" or "append" not in name} for one in first]
-            for other in (second, third):  # the lengths with the new rows are new ones
+            new = {"append": ["seqused_k"], "latent in two": ["q"]}.get(name, [])  # lengths with the new rows, queries with qv
+            alike = [{n: a for n, a in one.items() if n not in new} for one in first]
+            for other in (second, third):
                 assert [{n: one[n] for n in mine} for one, mine in zip(other, alike, strict=True)] == alike, name
                 assert [one.keys() for one in other] == [one.keys() for one in first], name
             print(name, len(known), [len(one) for one in third], len(spared), sep="|")

@@ -35,8 +35,8 @@ class Packing:
 
     stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
-    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns.
-    abreast: sums that a program of the sum forms side by side.
+    fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns,
+    where they lie apart in a pool of their own. abreast: sums that a program of the sum forms side by side.
     """
 
     heads: int
@@ -51,6 +51,7 @@ class Packing:
     native: bool = False
     lowers: bool = False
     shared: bool = False
+    apart: bool = False
     rest: int = 0
     rest_columns: int = 0
     abreast: int = 1

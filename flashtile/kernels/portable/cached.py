@@ -157,10 +157,11 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     scaled = ("", "") if stored is None else (stored.k_scale, stored.v_scale)
     scales = tuple(Pointer(f"{side}_scale") if how else None for side, how in zip("kv", scaled, strict=True))
     sink_strides = Strides("sink") if sink is not None else (0,)
+    main, other = ("v", "k") if problem.apart else ("k", None if problem.shared else "v")
     strides = (
         Strides("q"),
-        Strides("k"),
-        (0, 0, 0, 0) if problem.shared else Strides("v"),
+        Strides(main),
+        Strides(other) if other else (0, 0, 0, 0),
         Strides("page_table") if table is not None else (0, 0),
         Strides("out"),
         sink_strides,
@@ -180,13 +181,13 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     packing = Packing(
         heads, chunks, pages.page_size if pages.table else 1, split, parts, early,
         "" if stored is None else stored.dtype, *scaled, stored is not None and converts(stored, device),
-        lowers(problem), problem.shared, rest,
+        lowers(problem), problem.shared, problem.apart, rest,
         max(16, 1 << (rest - 1).bit_length()) if rest else 0,
     )  # fmt: skip
     band = (p.band.left or 0, p.band.right or 0)
     forward = KernelCall(
         decode_forward, (tiles, p.heads_kv * chunks, -(-problem.splits // parts)),
-        ((Pointer("q"), Pointer("k"), None if problem.shared else Pointer("v"), table, sink, *scales), partial or ends, strides,
+        ((Pointer("q"), Pointer(main), Pointer(other) if other else None, table, sink, *scales), partial or ends, strides,
          lengths, p.span_q, p.batch, p.group, pages.capacity, pages.pages, *band,
          (score_args(p), mask_args(p), p.scale_value)),
         (("PACK", packing), ("T", tile), ("SCORE", chain(p, device, form_in(p, "forward"))), ("MASK", predicates(p))),

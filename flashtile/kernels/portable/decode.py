@@ -86,10 +86,10 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
     """One program: a tile of T.block_q // HEADS queries of HEADS heads that share keys, and PARTS parts of the keys.
 
     Grid (tiles, heads_kv * CHUNKS, parts / PARTS). in_ptrs = (q, k pool, v pool or None, table or None, sink or None,
-    k_scale or None, v_scale or None); out_ptrs = (out, lse), or where SPLIT > 0 (acc, top, total) of parts: acc (parts,
-    tokens, heads, head_dim_v), the others (parts, tokens, heads). strides of q, k, v, table, out, sink, k_scale, v_scale;
-    lengths = (cu_seqlens_q or None, seqused_k, first_k or None); extra = (arguments of the modifiers, of the predicates,
-    scale); PACK: `Packing`.
+    k_scale or None, v_scale or None), the pools and their strides the other way round where PACK.apart; out_ptrs = (out, lse),
+    or where SPLIT > 0 (acc, top, total) of parts: acc (parts, tokens, heads, head_dim_v), the others (parts, tokens, heads).
+    strides of q, k, v, table, out, sink, k_scale, v_scale; lengths = (cu_seqlens_q or None, seqused_k, first_k or None);
+    extra = (arguments of the modifiers, of the predicates, scale); PACK: `Packing`.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
@@ -156,7 +156,12 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
             v = zero_unseen(v, keep, 0)
         product = score_product(q, transposed(aligned_parts(k, T), T), T)
         if PACK.rest > 0:
-            k_rest = cache_tile(in_ptrs[1], k_at, strides[1][3], there, T.head_dim, PACK.rest, PACK.rest_columns, KIND, PACK)
+            REST: tl.constexpr = 2 if PACK.apart else 1
+            FIRST: tl.constexpr = 0 if PACK.apart else T.head_dim
+            if PACK.apart:
+                k_at = cache_rows(strides[REST], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
+            column = strides[REST][3]
+            k_rest = cache_tile(in_ptrs[REST], k_at, column, there, FIRST, PACK.rest, PACK.rest_columns, KIND, PACK)
             product += score_product(q_rest, transposed(aligned_parts(k_rest, T), T), T)
         if PACK.lowers:
             product *= q_factor[:, None]

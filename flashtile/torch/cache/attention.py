@@ -15,6 +15,7 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered
 from flashtile.torch.cache.known import recognize, remember
+from flashtile.torch.cache.latent import check_latents
 from flashtile.torch.cache.operator import attend, describe, layout_of, side_by_side, slots_of
 from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for_each
 from flashtile.torch.cache.tensors import (
@@ -36,7 +37,7 @@ from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
     "q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "first_k", "append", "rotary", "causal", "window",
-    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "return_lse", "options",
+    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "qv", "return_lse", "options",
 )  # fmt: skip
 
 NAMES = frozenset(ARGUMENTS)
@@ -71,6 +72,9 @@ def attention_cached(
     split: keys that are summed apart, a multiple of 128, at borders that depend on nothing else: an item's bits never
         depend on its batch. 0: one pass. None: by shapes; with cu_seqlens_q one pass. The CPU computes items one by one, and
         has no use for it.
+    qv, with the others in `changes`: queries of the values (absorbed MLA whose keys lie apart), as q but for v_cache's columns:
+        scores are scale * (qv v^T + q k^T), the default scale of both widths. Rows of v_cache are read once. The caches may be
+        views of one tensor, or of two. Not with append, which goes before, nor shared_prefix.
     shared_prefix, with the others in `changes`: so many first keys are the same for all items that have any, as where prompts
         begin alike: whole pages, which item 0's table names; without a table item 0's rows. All queries go over them
         together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.
@@ -86,8 +90,13 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    packed, given = cu_seqlens_q is not None, (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
-    seen = recognize(given, append, rotary is not None, (causal, return_lse, split, options, window, mask), changes)
+    packed, qv = cu_seqlens_q is not None, changes.pop("qv", None)
+    if qv is not None:
+        q = _with_latents(q, qv, k_cache, v_cache, packed, append, changes)
+    given = (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
+    seen = recognize(
+        given, append, (rotary is not None, qv is not None), (causal, return_lse, split, options, window, mask), changes
+    )
     if seen is not None and seen.known is not None:
         made = seen.known.run(seen, append, rotary, None if options is None else options.backend, return_lse)
         return made if return_lse else made[0]
@@ -96,7 +105,7 @@ def attention_cached(
     if append is None and rotary is not None:
         raise InvalidProblem("rotary is given without append; rotate q by flashtile.ops.rotary.")
     asked = {"causal": causal, "window": window, "mask": mask, "return_lse": return_lse, "options": options, **changes}
-    call = _read((q, k_cache, v_cache), page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
+    call = _read((q, k_cache, v_cache), page_table, seqused_k, cu_seqlens_q, first_k, split, asked, qv is not None)
     asked, cu_q, used, first, pages, scales, written, chosen = call
     text, floats, ints, captured, others = written
     counts = q.shape[1] if cu_q is None else cu_q.diff()
@@ -146,11 +155,29 @@ def problem_of(
 ) -> CachedProblem:  # fmt: skip
     """The problem of such a call, as `explain` has it: nothing is computed, and no number in a tensor is looked at."""
     check_pools(q, k_cache, v_cache, cu_seqlens_q is not None)
+    qv = asked.pop("qv", None)
+    if qv is not None:
+        q = _with_latents(q, qv, k_cache, v_cache, cu_seqlens_q is not None, None, asked)
     three = (q, k_cache, v_cache)
-    call = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked)
+    call = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked, qv is not None)
     text, floats, ints, captured, others = call.written
     tensors = [*captured, *others]
     return describe(three, call.scales, page_table, call.first is not None, tensors, call.split, text, floats, ints)[0]
+
+
+def _with_latents(
+    q: torch.Tensor, qv: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, packed: bool, append: Any, changes: dict[str, Any]
+) -> torch.Tensor:  # fmt: skip
+    """Queries as kernels read them; NotSupported for what stands beside qv."""
+    reasons = {
+        "append is given beside qv; write new rows by append_to_cache first, q rotated": append is not None,
+        "shared_prefix is given beside qv; leave it out": changes.get("shared_prefix", 0) != 0,
+    }
+    reason = next((reason for reason, asked in reasons.items() if asked), None)
+    if reason is not None:
+        raise NotSupported("attention_cached", {"flashtile": [reason]})
+    check_latents(q, qv, k_cache, v_cache, packed)
+    return torch.cat([qv, q], -1)
 
 
 class _Call(NamedTuple):
@@ -168,7 +195,7 @@ class _Call(NamedTuple):
 
 def _read(
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: torch.Tensor | None, seqused_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None, first_k: torch.Tensor | None, split: int | None, given: dict[str, Any],
+    cu_seqlens_q: torch.Tensor | None, first_k: torch.Tensor | None, split: int | None, given: dict[str, Any], apart: bool,
 ) -> _Call:  # fmt: skip
     """What a call says, checked."""
     if not given.keys() <= NAMES:
@@ -186,20 +213,20 @@ def _read(
     asked |= {name: given.get(name) for name in ("window", "mask", "scale", "sink")}
     options = given.get("options")
     asked |= {"score": modifiers(given.get("score", ())), "options": DEFAULT if options is None else options}
-    written = _write(three, pages, used, cu_q, asked)
+    written = _write(three, pages, used, cu_q, asked, apart)
     chosen = -1 if split is None else check_split(plain(split), pages)
     return _Call(asked, cu_q, used, first, pages, scales, written, chosen)
 
 
 def _write(
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: Pages, used: torch.Tensor, cu_q: torch.Tensor | None,
-    asked: dict[str, Any],
+    asked: dict[str, Any], apart: bool,
 ) -> Any:  # fmt: skip
     """What `routes/request.py` makes of the call, as if pages lay side by side. The last of the others is seqused_k."""
     packed, batch = cu_q is not None, used.shape[0]
     lengths = {"seqused_k": used} if cu_q is None else {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q, "seqused_k": used}
     given = Given(lengths, None, pages.capacity)
-    wide, k, v = (t[None] if packed else t for t in side_by_side(*three, pages, batch, packed))
+    wide, k, v = (t[None] if packed else t for t in side_by_side(*three, pages, batch, packed, apart))
     try:
         check_tensors(wide, k, v, given)
         return write(APART, wide, given, Arguments(**{**asked, "mask": mask_of_call(asked["mask"], wide, k, True)}))
@@ -221,7 +248,7 @@ def _refuse(
             "flashtile.attention(q, *cache.dense(), seqused_k=cache.seqused), less cache.first_k where there is one"
         )
         raise NotSupported("attention_cached", {"flashtile": [reason]})
-    wide = three[1].shape[3]
+    wide = three[0].shape[-1]
     if wide > MAX_HEAD_DIM and _wants_gradients(three[0], pair, captured):
         reason = f"head_dim is {wide}; gradients go up to {MAX_HEAD_DIM}, without them call it under torch.no_grad()"
         raise NotSupported("gradients of attention_cached", {"flashtile": [reason]})

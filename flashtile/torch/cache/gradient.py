@@ -13,6 +13,7 @@ from flashtile.problem.cache import Pages
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.append import New
+from flashtile.torch.cache.latent import is_apart
 from flashtile.torch.cache.tensors import gather
 from flashtile.torch.call.stored import STORED, Scales
 
@@ -28,6 +29,8 @@ def attend_gathered(
         keys = tuple(
             _replaced(old, made, place, pools[0].dtype in STORED) for old, made in zip(keys, (new.k, new.v), strict=True)
         )
+    if is_apart(q, *pools):
+        keys = (torch.cat([keys[1], keys[0]], -1), keys[1])
     count = used if first is None else (used - first).clamp(min=0)
     if cu_q is None:
         return attention(q, *keys, seqused_k=count, **arguments)

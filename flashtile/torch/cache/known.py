@@ -74,9 +74,11 @@ class Call(NamedTuple):
 
 
 def recognize(
-    tensors: tuple[Any, ...], append: Any, rotates: bool, asked: tuple[Any, ...], changes: Mapping[str, Any]
+    tensors: tuple[Any, ...], append: Any, more: tuple[bool, bool], asked: tuple[Any, ...], changes: Mapping[str, Any]
 ) -> Call | None:
-    """A call; None for one without a key. asked: causal, return_lse, split, options, window, mask."""
+    """A call; None for one without a key. more: whether it rotates, and has qv, which q begins with then. asked: causal,
+    return_lse, split, options, window, mask.
+    """
     if is_seen():
         return None
     q, k_cache, v_cache, _, _, cu, _ = given = tensors
@@ -84,7 +86,7 @@ def recognize(
     scales, others = NO_SCALES, ()
     try:
         shared = k_cache.data_ptr() == v_cache.data_ptr()
-        key: list[Any] = [shared, rotates, causal, type(causal), return_lse, type(return_lse), split, type(split), options]
+        key: list[Any] = [shared, *more, causal, type(causal), return_lse, type(return_lse), split, type(split), options]
         if window is not None:
             key.append(exactly(window))
         if changes or mask is not None:

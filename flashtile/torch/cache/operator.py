@@ -22,6 +22,7 @@ from flashtile.errors import InvalidProblem, renamed
 from flashtile.memory import Memory
 from flashtile.plan.buffers import cached_buffers
 from flashtile.problem.cache import AppendProblem, CachedProblem, Pages, default_split
+from flashtile.torch.cache.latent import is_apart
 from flashtile.torch.cache.tensors import CALLED, check_lengths, check_starts, check_table
 from flashtile.torch.call.stored import Maybe, Scales, bytes_of, is_shared, scaling_of, stored_of
 from flashtile.torch.execute.bound import DTYPES, Bound, device_of
@@ -270,13 +271,15 @@ def describe(
     batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
     pages = check_table(three[1], page_table, batch, first)
     try:
-        named = request.named(side_by_side(*three, pages, batch, request.varlen), others, 0, floats, ints)
+        wide = side_by_side(*three, pages, batch, request.varlen, is_apart(*three))
+        named = request.named(wide, others, 0, floats, ints)
     except InvalidProblem as error:
         raise renamed(error, CALLED) from None
     split = default_split(named.problem, pages) if split < 0 else split
-    stored, shared = stored_of(three[1], scales), is_shared(*three[1:])
+    stored, apart = stored_of(three[1], scales), is_apart(*three)
+    shared = apart or is_shared(*three[1:])
     aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
-    return CachedProblem(named.problem, pages, split, stored, shared, aligned), request, named.options.backend
+    return CachedProblem(named.problem, pages, split, stored, shared, apart, aligned), request, named.options.backend
 
 
 class Layout:
@@ -345,12 +348,15 @@ def _places(problem: CachedProblem, lengths: list[str]) -> dict[str, int]:
 
 
 def side_by_side(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, batch: int, packed: bool
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, batch: int, packed: bool, apart: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone, of q's dtype."""
-    if k_cache.dtype != q.dtype:
+    """q, and the pools as if every item's pages lay side by side, as operators have them: shapes alone, of q's dtype; keys
+    with all their columns.
+    """
+    if apart or k_cache.dtype != q.dtype:
         one = q.new_zeros(1) if 0 in q.shape else q.detach()[(0,) * (q.dim() - 1)][:1]
-        k_cache, v_cache = (one.expand(t.shape) for t in (k_cache, v_cache))
+        columns = q.shape[-1] if apart else k_cache.shape[-1]
+        k_cache, v_cache = one.expand(*k_cache.shape[:-1], columns), one.expand(v_cache.shape)
     k, v = (t[:1, :1].expand(batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
     if packed:
         k, v = (t[:1, :1].expand(1, batch * pages.capacity, *t.shape[2:])[0] for t in (k_cache, v_cache))

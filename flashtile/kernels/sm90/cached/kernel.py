@@ -92,14 +92,20 @@ def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.con
     else:
         use = gl.to_tensor(0)
         some = sums_of(before(T), v_scale, T)
+        sums = some
         for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
             low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
             if low < high:
                 rows, use = gone_through(use, mem, seat, low, high, sizes, scale, T)
                 if T.folds:
                     some = joined(some, sums_of(rows, v_scale, T), T)
+                    if T.crosses:
+                        if (part + 1) % T.parts == 0:  # these are added up before they are added to others
+                            sums, some = joined(sums, some, T), sums_of(before(T), v_scale, T)
                 else:
                     store_part(sums_of(rows, v_scale, T), out_ptrs, part, seat, sizes, T)
+        if T.crosses:
+            some = joined(sums, some, T)
         if T.direct:
             write(some, out_ptrs, strides, seat, sizes, T)
         elif T.folds:

@@ -324,7 +324,7 @@ def exchange(value, mine, gives, theirs, takes, use):
 
 
 @gluon.jit
-def load(q_desc, k_desc, table_ptr, table_strides, mem, seat, group, T: gl.constexpr):
+def load(q_desc, k_desc, rest_desc, table_ptr, table_strides, mem, seat, group, T: gl.constexpr):
     """Role: bring the queries of a block, and every key tile, into shared memory: the pieces of a tile in the order in which
     their places become free. Heads beyond a group's come with it; nobody asks what becomes of them.
     """
@@ -340,7 +340,7 @@ def load(q_desc, k_desc, table_ptr, table_strides, mem, seat, group, T: gl.const
         if SPLIT > 0:
             low = gl.maximum(low, start // SPLIT * SPLIT)
         pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
-        fill(k_desc, mem.keys.rest, mem.keys.rests, use, pages, rows, seat.head, 1, T, 2 * STRIPS)
+        fill(rest_desc, mem.keys.rest, mem.keys.rests, use, pages, rows, seat.head, 1, T, T.first_copied_k)
         if (start - low) // T.block_k % 2 == 0:
             fill(k_desc, mem.keys.lower, mem.keys.lowers, use, pages, rows, seat.head, STRIPS, T)
             fill(k_desc, mem.keys.upper, mem.keys.uppers, use, pages, rows, seat.head, STRIPS, T, STRIPS)
@@ -354,11 +354,12 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_latent(q_desc, k_desc, out_ptrs, strides, table, lengths, seqlen_q, heads_kv, capacity, shares, left, right, rest,
-                  T: gl.constexpr):  # fmt: skip
+def decode_latent(q_desc, k_desc, rest_desc, out_ptrs, strides, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
+                  right, rest, T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys, as `decode_hopper` has them; strides of out, sink.
 
-    q_desc: of rank 4 over the queries, boxes of a tile's tokens, their heads, and 64 columns.
+    q_desc: of rank 4 over the queries, boxes of a tile's tokens, their heads, and 64 columns. rest_desc: over the pool of the
+    columns behind the values, k_desc unless these lie apart.
     """
     ROWS: gl.constexpr = T.rows
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
@@ -391,5 +392,5 @@ def decode_latent(q_desc, k_desc, out_ptrs, strides, table, lengths, seqlen_q, h
     gl.warp_specialize([
         (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),
         (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 1, T)),
-        (load, (q_desc, k_desc, table[0], settled(table[1]), mem, seat, rest[0], T)),
+        (load, (q_desc, k_desc, rest_desc, table[0], settled(table[1]), mem, seat, rest[0], T)),
     ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip

@@ -25,9 +25,16 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     tiles = p.batch * -(-p.seqlen_q // (launch.rows_of(heads * p.seqlen_q) // heads))
     chunks = -(-p.group // heads)
     least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
-    parts = parts_of(problem, tiles * p.heads_kv * chunks, device, least)
+    programs = tiles * p.heads_kv * chunks
+    parts = parts_of(problem, programs, device, least)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
+    reach = choose.reach_of(problem, launch, heads)
+    seen = shares  # that a tile of queries may see a key of
+    if reach is not None and shares > 1:
+        seen = min(shares, max(0, -(-(reach - 1) // (split * parts))) + 1)
+    if seen > 1 and choose.crosses(problem, launch, reach, programs, device):
+        tile, seen = replace(tile, parts=group_of(split), folds=True, direct=True, crosses=True), 1
     sums = tile.split > 0 and not tile.direct  # by a launch of its own
     scratch = part_buffers(problem, shares if tile.folds else problem.splits, "fp32") if sums else ()
     sink = Pointer("sink") if p.sink is not None else None
@@ -41,17 +48,18 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     strides = Strides("q"), Strides("out"), Strides("sink") if sink else (0,)
     lengths = (Pointer("seqused_k"), Pointer("first_k") if pages.first else None)
     sizes = (
-        table, lengths, p.seqlen_q, p.heads_kv, pages.capacity, shares, p.band.left or 0, p.band.right or 0,
+        table, lengths, p.seqlen_q, p.heads_kv, pages.capacity, seen, p.band.left or 0, p.band.right or 0,
         (p.group, p.batch, p.scale_value * (1.0 + LOST * p.head_dim)),
     )  # fmt: skip
     if problem.shared and not launch.turned:
         queries = Descriptor("q", (1, GROUP_ROWS // heads, heads, choose.STRIP), axes=(0, 1, 2, 3))
-        kernel, args = decode_latent, (queries, keys, outputs, strides, *sizes)
+        latents = Descriptor("v", keys.block) if problem.apart else keys
+        kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
-        values = keys if problem.shared else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        values = keys if problem.shared and not problem.apart else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
-        kernel, (tiles * shares * p.heads_kv * chunks, 1, 1), args, (("T", tile),), 4, contracts=False,
+        kernel, (programs * seen, 1, 1), args, (("T", tile),), 4, contracts=False,
         registers=launch.registers, early=True,
     )  # fmt: skip
     calls = [forward]

@@ -34,7 +34,7 @@ class CachedSeat(NamedTuple):
 @gluon.jit
 def seat_of(number, lengths, sizes, T: gl.constexpr):
     """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items; sizes = (seqlen_q,
-    heads_kv, capacity, shares of an item's keys, left, right).
+    heads_kv, capacity, shares of an item's keys that blocks have, left, right).
     """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
@@ -51,7 +51,9 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )
     first, end = lo, hi
-    if T.split > 0:
+    if T.split > 0 and not T.direct:
+        if T.mask.left:  # shares are counted from the first that a query sees: there are no blocks for others
+            share += lo // SPAN
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
     return CachedSeat(
         item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]

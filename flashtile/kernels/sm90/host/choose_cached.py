@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.kernels.device.decoding import group_of
+from flashtile.kernels.device.decoding import PROGRAM_KEYS, group_of
 from flashtile.kernels.device.score import Form
 from flashtile.kernels.device.tile import Items, Mask, Modifiers
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, Narrow
+from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 from flashtile.problem.dtype import DType
 
@@ -90,7 +91,9 @@ class CachedTile(Narrow):
     block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
     rows: int = GROUP_ROWS  # of queries and heads
     turned: bool = False  # keys are the rows of products
+    crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
+    rest_apart: bool = False  # this is a pool of its own
 
     @property
     def may_start_empty(self) -> bool:
@@ -137,7 +140,7 @@ class CachedTile(Narrow):
     @property
     def first_copied_k(self) -> int:
         """The first of them."""
-        return self.parts_v if self.latent else 0
+        return self.parts_v if self.latent and not self.rest_apart else 0
 
     @property
     def copied_v(self) -> int:
@@ -152,14 +155,18 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
 
 
 def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
-    """Those whose rows are keys: 64 KiB of keys and values under way, so that three blocks share a multiprocessor. Of narrow
-    ones of 16 bits 48 are all that was measured.
+    """Those whose rows are keys: 64 KiB of keys and values under way, so that three blocks share a multiprocessor; beside a
+    window 48 of narrow ones of 16 bits.
     """
     if problem.shared:
         return (CachedLaunch(64, 2, None, turned=True),)
     if problem.stored is None:
-        tiles = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
-        return tiles[::-1] if narrow else tiles
+        two, three = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
+        if not narrow:
+            return two, three
+        # 64 x 8192, 64 heads for 8, an H200: 128 keys 251.5 us, 64 keys 253.6 (four stages 253.8, two 256.2).
+        long = CachedLaunch(128, 2, turned=True)
+        return (long, three, two) if problem.attention.band.left is None else (three, two, long)
     more = CachedLaunch(64, 6, turned=True) if narrow else CachedLaunch(128, 2, turned=True)
     return CachedLaunch(128 if narrow else 64, 4, turned=True), more, CachedLaunch(64, 3, 96, turned=True)
 
@@ -213,8 +220,26 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
-        turned=launch.turned, latent=problem.shared,
+        turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
     )  # fmt: skip
+
+
+def reach_of(problem: CachedProblem, launch: CachedLaunch, heads: int) -> int | None:
+    """Keys that a tile of queries sees at most; None where that is all of them."""
+    p, left, right = problem.attention, problem.attention.band.left, problem.attention.band.right
+    if left is None:
+        return None
+    last = left + p.seqlen_q  # the last query stands at the last key
+    return last if right is None else min(last, left + right + launch.rows_of(heads * p.seqlen_q) // heads)
+
+
+def crosses(problem: CachedProblem, launch: CachedLaunch, reach: int | None, programs: int, device: Device) -> bool:
+    """Whether a block goes through all that its queries see and writes the result, in place of parts: of few keys, where
+    such blocks are enough, and registers have room for a third accumulator.
+    """
+    if reach is None or not launch.turned or problem.shared or not problem.split:
+        return False
+    return reach <= PROGRAM_KEYS and 10 * programs >= round(10 * PROGRAMS) * device.sm_count
 
 
 def refusals(problem: CachedProblem) -> list[str]:
