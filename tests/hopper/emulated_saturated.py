@@ -4,12 +4,15 @@ dq and dk where they are what float32 sums of dp and delta differ by, and no mor
 
 python -m tests.hopper.emulated_saturated CASE ...
 
-A case is JSON: {"dtype": a torch dtype's name, "head_dim": of all, "sink": whether there is one, "used": keys, or none}.
+A case is JSON: {"dtype": a torch dtype's name, "head_dim": of all, "sink": whether there is one, "used": keys, or none}. Or
+{"offset": a number, "row": a query's}: 0.0 for each pass that tells of a row of so large scores, or that there is none.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -18,7 +21,12 @@ from tests.hopper.emulated_cases import running_on  # installs the emulator
 # isort: split
 
 from flashtile import Options, attention
-from tests.hopper.emulated import SMALL, report
+from flashtile.kernels.sm90.backend import BACKEND, GATE
+from flashtile.plan.backend import Gradients
+from flashtile.plan.call import Plan
+from flashtile.problem.attention import AttentionProblem
+from flashtile.torch.execute.bound import Bound
+from tests.hopper.emulated import SMALL, draw, expect, poisoned, report
 
 QUERIES, KEYS = 130, 390
 BEST, FIRST = 5, 290  # the last key tile is visited first
@@ -48,5 +56,36 @@ def assess(case: dict[str, Any]) -> dict[str, float]:
     }
 
 
+class NothingBehind:
+    """Repairs without launches: what tells them is there nevertheless."""
+
+    def repair_forward(self, problem: AttentionProblem, *_: Any) -> Plan:
+        return Plan(problem, "triton", "", (), ())
+
+    repair_backward = repair_forward
+
+
+BIASED = AttentionProblem.parse("attention(q=1x300x2x64,kv=200x1x64,fp16,score=bias(1x1x300x200:fp16))")
+
+
+def tells(case: dict[str, Any]) -> dict[str, float]:
+    tensors = draw(BIASED)
+    tensors["score.0.0"] = tensors["score.0.0"].half()
+    tensors["score.0.0"][0, 0, case["row"]] += case["offset"]
+    made = expect(BIASED, tensors, False)
+    tensors |= {"out": made["out"].half().contiguous(), "lse": made["lse"].float().contiguous()}
+    with patch.object(BACKEND, "repairs", NothingBehind()):
+        plans = BACKEND.forward(BIASED, SMALL), BACKEND.backward(BIASED, SMALL, Gradients(), "auto")
+    found: dict[str, float] = {}
+    for name, plan in zip(("forward", "backward"), plans, strict=True):
+        buffers = tuple(replace(b, role="output") if b.name == GATE else b for b in plan.buffers)
+        given = {b.name: tensors[b.name] for b in plan.named("input")}
+        with patch.object(torch, "empty_strided", poisoned):
+            words = Bound(replace(plan, buffers=buffers), given, torch.device("cpu")).run(given)[GATE]
+        right = ((words == 0) | (words == 1)).all() and words.any() == (case["offset"] != 0.0)
+        found[name] = 0.0 if right else float("inf")
+    return found
+
+
 if __name__ == "__main__":
-    report(assess)
+    report(lambda case: tells(case) if "offset" in case else assess(case))

@@ -244,10 +244,13 @@ def test_a_query_of_one_key_beside_dropout_has_no_gradient_by_its_score(parts: s
 
 
 def test_one_key_gives_its_value_whatever_its_score() -> None:
-    """Its weight is no power of two: exponents are measured from another key's score."""
+    """Its weight is no power of two: exponents are measured from another key's score. Where a bias makes scores large, passes
+    tell so.
+    """
     told: list[dict[str, Any]] = [{"dtype": "bfloat16", "head_dim": n} for n in (64, 128)]
     told += [{"dtype": "float16", "head_dim": 128, "sink": True}, {"dtype": "bfloat16", "head_dim": 256, "used": 300}]
-    judge(told, "emulated_saturated")
+    tells = [{"offset": 0.0, "row": 0}, *({"offset": -4e4, "row": row} for row in (0, 299))]  # of rows that others repair
+    judge([*told, *tells], "emulated_saturated")
 
 
 @pytest.mark.parametrize("lags", some_whole(LAGS, [LAGS[0], LAGS[3]]))

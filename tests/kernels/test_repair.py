@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flashtile import dispatch
 from flashtile.kernels.portable.backend import BACKEND
+from flashtile.kernels.portable.choose import choose
+from flashtile.kernels.portable.repair import repairing
 from flashtile.plan.backend import Gradients
-from flashtile.plan.call import HostCall, KernelCall, Plan
+from flashtile.plan.call import Buffer, HostCall, KernelCall, Plan
 from flashtile.plan.device import H100
 from flashtile.problem.attention import AttentionProblem
 from flashtile.torch.execute.bound import Bound, device_of
+from flashtile.torch.execute.replay import pays
 
 PLACE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPELLINGS = {
@@ -37,6 +41,8 @@ def inputs(p: AttentionProblem, offset: float) -> dict[str, torch.Tensor]:
         given["sink"] = torch.randn(p.heads_q) + min(offset, 0.0)
     if p.dropout is not None:
         given["seed"] = torch.tensor([7, 0, 0, 0], dtype=torch.int32)
+    if p.lengths.used_q:
+        given["seqused_q"] = torch.tensor([p.seqlen_q, p.seqlen_q - 7], dtype=torch.int32)
     return {name: tensor.to(PLACE) for name, tensor in given.items()}
 
 
@@ -44,15 +50,20 @@ def run(plan: Plan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return Bound(plan, dict(tensors), PLACE).run(dict(tensors))
 
 
-def after(plan: Plan, values: dict[str, torch.Tensor], other: Plan | None) -> Plan:
-    """A plan that leaves these values in the outputs of `plan`, and what follows it."""
+GATE = Buffer("gate", (3000,), "int32", "scratch")  # of more words than a program reads at a time
+
+
+def after(plan: Plan, values: dict[str, torch.Tensor], told: bool, other: Plan | None) -> Plan:
+    """A plan that leaves these values in the outputs of `plan`, and says whether a row's scores are large; what follows it."""
     assert other is not None
 
     def leave(problem: Any, tensors: Any, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        return {name: values[name].clone() for name in outputs}
+        words = torch.zeros(GATE.shape, dtype=torch.int32, device=PLACE)
+        words[-1] = told
+        return {name: words if name == GATE.name else values[name].clone() for name in outputs}
 
-    outputs = tuple(b.name for b in plan.named("output"))
-    buffers = tuple(b for b in plan.buffers if b.role != "scratch")
+    outputs = (*(b.name for b in plan.named("output")), GATE.name)
+    buffers = (*(b for b in plan.buffers if b.role != "scratch"), GATE)
     return Plan(plan.problem, "host", "", buffers, (HostCall(leave, outputs),)).followed_by(other)
 
 
@@ -70,7 +81,7 @@ def test_rows_of_large_scores_are_computed_again(spelling: str, offset: float) -
     wrong["out"][far.transpose(1, 2)] = torch.nan
     wrong["lse"] += (far & right["lse"].isfinite()) * 70.0  # another rounding, or what it takes for a row that saw nothing
     wrong["lse"][0, 0, 5] = -torch.inf
-    made = run(after(plan, wrong, BACKEND.repair_forward(p, place)), given)
+    made = run(after(plan, wrong, True, BACKEND.repair_forward(p, place, GATE)), given)
     assert torch.equal(made["out"], right["out"])
     assert torch.equal(made["lse"], right["lse"])
 
@@ -81,25 +92,30 @@ def test_other_rows_keep_what_they_have() -> None:
     plan = BACKEND.forward(p, place)
     right = run(plan, given)
     marked = {"out": torch.full_like(right["out"], 3.0), "lse": right["lse"]}
-    made = run(after(plan, marked, BACKEND.repair_forward(p, place)), given)
+    made = run(after(plan, marked, True, BACKEND.repair_forward(p, place, GATE)), given)
     assert torch.equal(made["out"][0, 5:7], right["out"][0, 5:7])
     others = [i for i in range(40) if i not in (5, 6)]
     assert (made["out"][0, others] == 3.0).all()
 
 
+# The tiles of queries of items of unlike lengths, two heads together: each program has to make delta of its own tiles.
+TOGETHER = "attention(q=2x72x4x16,kv=24x2x16,fp16,used=q,score=bias(1x1x72x24:fp32:grad))"
+IN_TURNS = replace(choose(AttentionProblem.parse(TOGETHER), H100, "queries"), swizzle=2)
+
+
 @pytest.mark.parametrize("offset", [0.0, -1e6, -1e9])
-@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("spelling", [*SPELLINGS.values(), TOGETHER], ids=[*SPELLINGS, "together"])
 def test_gradients_are_all_computed_again_or_none(spelling: str, offset: float) -> None:
     p, place = AttentionProblem.parse(spelling), device_of(PLACE)
     given = inputs(p, offset)
     made = run(BACKEND.forward(p, place), given)
     given |= {"out": made["out"], "lse": made["lse"], "dout": torch.randn(made["out"].shape).half().to(PLACE)}
-    plan = BACKEND.backward(p, place, Gradients(), "split")
+    plan = BACKEND.backward(p, place, Gradients(), "split", {"queries": IN_TURNS} if spelling == TOGETHER else {})
     right = run(plan, given)
     outputs = [b.name for b in plan.named("output")]
     assert {"dq", "dk", "dv", "dscore.0.0"} <= set(outputs)
     marked = {name: torch.full_like(right[name], 3.0) for name in outputs}
-    found = run(after(plan, marked, BACKEND.repair_backward(p, place, Gradients())), given)
+    found = run(after(plan, marked, offset != 0.0, repairing(plan, place, False, GATE)), given)
     for name in outputs:
         assert torch.equal(found[name], right[name] if offset else marked[name]), name
 
@@ -114,5 +130,12 @@ def test_hopper_s_plans_of_biases_are_followed_by_repairs(hopper_runs: None) -> 
         tiles = [dict(c.constants).get("T") for c in forward.calls if isinstance(c, KernelCall)]
         assert any(getattr(tile, "repairs", False) for tile in tiles) == repaired
         names = [c.kernel.fn.__name__ for c in backward.calls if isinstance(c, KernelCall)]
-        assert ("attention_far" in names) == repaired
-        assert sum(name.startswith("repair_") for name in names) == 3 * repaired
+        assert sum(name.startswith("repair_") for name in names) == 2 * repaired
+
+
+def test_a_long_forward_and_its_repair_are_launched_without_a_graph(hopper_runs: None) -> None:
+    spelling = "attention(q=2x{0}x16x128,kv={0}x16x128,bf16,band=:0,score=bias(1x1x{0}x{0}:bf16))"
+    long, short = (AttentionProblem.parse(spelling.format(n)) for n in (2048, 1024))
+    for p, forward, backward in ((long, False, True), (short, True, True)):
+        for plan, paid in ((dispatch.plan_forward(p, H100), forward), (dispatch.plan_backward(p, H100), backward)):
+            assert pays(plan, len(plan.calls)) == paid, (p, len(plan.calls))

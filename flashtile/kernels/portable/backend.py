@@ -204,15 +204,15 @@ class TritonBackend:
             notes += [f"gradient of {p.score[i].kind.name} tile {launch.spell()}", *why]
         return Plan(p, self.name, variant, buffers, (*schedules.calls, *calls), tuple(notes))
 
-    def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None:
-        """What follows another backend's forward of a problem whose rows may share an offset; None where there is no need."""
+    def repair_forward(self, problem: AttentionProblem, device: Device, gate: Buffer) -> Plan | None:
+        """What follows another backend's forward, told by `gate` whether to run; None unless rows may share an offset."""
         repairs = problem.shares_offset and not self.unsupported(problem, device)
-        return repairing(self.forward(problem, device), device, True) if repairs else None
+        return repairing(self.forward(problem, device), device, True, gate) if repairs else None
 
-    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None:
+    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, gate: Buffer) -> Plan | None:
         """Likewise after a backward."""
         repairs = problem.shares_offset and not self.unsupported(problem, device, "split")
-        return repairing(self.backward(problem, device, gradients, "split"), device, False) if repairs else None
+        return repairing(self.backward(problem, device, gradients, "split"), device, False, gate) if repairs else None
 
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
         if isinstance(problem, AppendProblem):

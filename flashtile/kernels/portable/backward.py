@@ -162,7 +162,15 @@ def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                             region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """One program: dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
+    """One program: `tile_of_keys`."""
+    tile_of_keys(tl.program_id(0), tl.num_programs(0), in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left,
+                 right, scale, score_args, region, T, SCORE, MASK)  # fmt: skip
+
+
+@jit
+def tile_of_keys(number, tiles, in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
+                 score_args, region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
     in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, zeroed, float32 or float64, or None; dk; dv);
     strides of q, k, v, dout, dq, rows, dk, dv.
@@ -174,7 +182,7 @@ def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, hea
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        number, tiles, region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
     lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:
@@ -324,7 +332,16 @@ def walk_keys(dq, totals, off, rows, walk, scene, FINDS: tl.constexpr, T: tl.con
 def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                                grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                MASK: tl.constexpr):  # fmt: skip
-    """One program: dq of one query tile of one head.
+    """One program: `tile_of_queries`."""
+    tile_of_queries(tl.program_id(0), tl.num_programs(0), in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
+                    scale, score_args, grad_args, region, T, SCORE, CAPTURED, MASK)  # fmt: skip
+
+
+@jit
+def tile_of_queries(number, tiles, in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
+                    grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
+                    MASK: tl.constexpr):  # fmt: skip
+    """dq of one query tile of one head.
 
     in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None, what each program adds to the gradient of sink
     (heads_q, tiles of all items), or None); region as in the forward;
@@ -345,7 +362,9 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
     band = (left, right, region[1])
-    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
+        number, tiles, region, seqlen_q, seqlen_k, heads, group, left, right, T
+    )
     lo, full_lo, full_hi, hi, ends = keys_of
 
     rows_here, row_q = item.q - row, item.first_q + row
@@ -443,7 +462,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
         change -= excess
     if sunk_ptr is not None:
         given = tl.where(index < item.q, sunk * change, 0.0)
-        tl.store(sunk_ptr + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
+        tl.store(sunk_ptr + by_head(tile, head, item, unit, tiles, seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
         if T.items.ragged:  # what is known of rows that do not exist may be NaN
             totals = tl.where((index < item.q)[:, None], totals, 0.0)

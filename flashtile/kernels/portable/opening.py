@@ -1,27 +1,27 @@
-"""How a program begins: which tile of which head it has, and what that sees."""
+"""How a program begins: which tile of which head the `number`-th of `tiles` is, and what that sees."""
 
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen
-from flashtile.kernels.device.varlen import assign_tile, slab
+from flashtile.kernels.device.varlen import slab, tile_of
 from flashtile.triton_glue.language import jit, tl
 
 
 @jit
-def query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T: tl.constexpr):
+def query_tile(number, tiles, region, seqlen_q, seqlen_k, heads, group, left, right, T: tl.constexpr):
     """(tile, head, Item, unit, Sizes, slab, first query, what `tiles_seen` says of its keys) of a query tile of one head."""
-    tile, head, item, unit = assign_tile(region[0], seqlen_q, seqlen_q, seqlen_k, heads, T.block_q, False, T)
+    tile, head, item, unit = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, T.block_q, False, T)
     row = tile * T.block_q
     keys = tiles_seen(row, item.q, item.k, left, right, T.mask.left, T.mask.right, T.block_q, T.block_k, T)
     return tile, head, item, unit, Sizes(item.q, item.k, heads, group), slab(item, T), row, keys
 
 
 @jit
-def key_tile(region, seqlen_q, seqlen_k, heads, group, split, left, right, T: tl.constexpr):
+def key_tile(number, tiles, region, seqlen_q, seqlen_k, heads, group, split, left, right, T: tl.constexpr):
     """(head, Item, Sizes, slab, first key, keys beyond the queries, what `tiles_seen` says of its queries) of a key tile.
 
     It is one of `split` heads.
     """
-    tile, head, item, _ = assign_tile(region[0], seqlen_k, seqlen_q, seqlen_k, split, T.block_k, True, T)
+    tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_k, seqlen_q, seqlen_k, split, T.block_k, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * T.block_k, item.k - item.q
     queries = tiles_seen(column, item.k, item.q, right, left, T.mask.right, T.mask.left, T.block_k, T.block_q, T)

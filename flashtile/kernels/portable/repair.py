@@ -1,66 +1,52 @@
 """Repairs: these kernels after those of a backend whose scores are not to be relied on where a row's are large.
 
 Such a backend adds a tensor to scores within its products, whose sums then lose what the offset is rounded by. Its plan runs as
-it is; behind it stand the launches of this file. One looks at lse. Where some row's is large, or where a forward says that it
-saw nothing, the forward's other launch computes those rows anew, and the backward's all gradients. Elsewhere they end at once.
-They begin early (`lib/stream.py`), those of many tiles in few programs.
+it is, and tells in words, the gate, where some row's lse is large, or where a forward's row saw nothing. Behind it stand the
+launches of this file: a forward's computes those rows anew, a backward's all gradients. Elsewhere they end at once. They begin
+early (`device/stream.py`), those of many tiles in few programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from flashtile.kernels.device.exponential import FAR
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import slab, tile_of
-from flashtile.kernels.portable.backward import attention_backward_keys, attention_backward_queries
+from flashtile.kernels.portable.backward import (
+    attention_backward_keys,
+    attention_backward_queries,
+    tile_of_keys,
+    tile_of_queries,
+)
 from flashtile.kernels.portable.broadcast import attention_backward_broadcast, broadcast_tile, sum_shared
 from flashtile.kernels.portable.forward import attention_forward, forward_tile
-from flashtile.kernels.portable.rows import attention_delta
+from flashtile.kernels.portable.rows import attention_delta, tile_of_delta
 from flashtile.plan.call import Buffer, Descriptor, KernelCall, Plan, Pointer, Strides
 from flashtile.plan.device import Device
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
-PARTS = constexpr(64)  # of all rows: each program of the backward reads as many words
-GATE = "repair.gate"
-
-
-@jit(do_not_specialize=["count"])
-def attention_far(lse_ptr, gate_ptr, count, FORWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """gate[i] = 1 where one of the i-th part of `count` rows has an lse beyond FAR, else 0. One program a part.
-
-    FORWARD: or one that is not finite, as that of a row whose every score overflowed.
-    """
-    await_stream()
-    part = tl.cdiv(count, tl.num_programs(0))
-    first = tl.program_id(0) * part
-    end = tl.minimum(first + part, count)
-    far = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(first, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        distance = tl.abs(tl.load(lse_ptr + at, mask=at < end, other=0.0))
-        if FORWARD:
-            far = far | ((distance < FAR) == 0).to(tl.int32)
-        else:
-            far = far | ((distance > FAR) & (distance < float("inf"))).to(tl.int32)
-    tl.store(gate_ptr + tl.program_id(0), tl.max(far))
+WORDS = constexpr(2048)  # that a program reads at a time
 
 
 @jit
-def is_far(gate_ptr):
-    """Whether any part has such a row. Said by a kernel that begins early, before all else."""
+def is_far(gate):
+    """Whether some word is not 0. gate = (words, how many). Said by a kernel that begins early, before all else."""
     await_stream()
-    return tl.max(tl.load(gate_ptr + tl.arange(0, PARTS))) > 0
+    far = tl.zeros([WORDS], tl.int32)
+    for start in tl.range(0, gate[1], WORDS):
+        at = start + tl.arange(0, WORDS)
+        far = far | tl.load(gate[0] + at, mask=at < gate[1], other=0)
+    return tl.max(far) > 0
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                    region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """`attention_forward` of the tiles that have such rows; region = (the forward's, (gate, how many tiles there are))."""
+    """`attention_forward` of the tiles that have such rows; region = (the forward's, (`is_far`'s, tiles there are))."""
     BLOCK_Q: tl.constexpr = T.block_q
     if is_far(region[1][0]):
         for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
@@ -85,17 +71,26 @@ def repair_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, grad_args, region,
                    T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    if is_far(region[1]):
-        attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                                   grad_args, region[0], T, SCORE, CAPTURED, MASK)  # fmt: skip
+    """region[1] = (gate, tiles, and where `attention_delta` has no launch, or else None, its rows_ptr, in_ptrs and strides: a
+    program reads the rows of its own queries alone).
+    """
+    if is_far(region[1][0]):
+        for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
+            if region[1][2] is not None:
+                tile_of_delta(number, region[1][1], region[1][3], region[1][2], region[1][4], seqlen_q, seqlen_k, heads,
+                              region[0][0], T)  # fmt: skip
+                tl.debug_barrier()
+            tile_of_queries(number, region[1][1], in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
+                            score_args, grad_args, region[0], T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def repair_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
                 T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    if is_far(region[1]):
-        attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                                region[0], T, SCORE, MASK)  # fmt: skip
+    if is_far(region[1][0]):
+        for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
+            tile_of_keys(number, region[1][1], in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
+                         scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
@@ -123,34 +118,47 @@ def repair_shared(source_ptr, target_ptr, shared, length, BLOCK: tl.constexpr):
 GATED: Mapping[Any, tuple[Any, str, bool]] = {
     attention_forward: (repair_forward, "region", True),
     attention_delta: (repair_delta, "schedule_ptr", False),
-    attention_backward_queries: (repair_queries, "region", False),
-    attention_backward_keys: (repair_keys, "region", False),
+    attention_backward_queries: (repair_queries, "region", True),
+    attention_backward_keys: (repair_keys, "region", True),
     attention_backward_broadcast: (repair_broadcast, "region", True),
     sum_partials: (repair_sums, "schedule_ptr", False),
     sum_shared: (repair_shared, "target_ptr", False),
 }
+READERS = {attention_backward_queries, attention_backward_keys, attention_backward_broadcast}  # of delta, by tiles of queries
 
 
-def repairing(plan: Plan, device: Device, forward: bool) -> Plan:
-    """A plan of these kernels, as it follows another's: nothing but a look at lse where all is well."""
-    rows = next(b.shape for b in plan.buffers if b.name == "lse")
-    constants = (("FORWARD", forward), ("BLOCK", 1024))
-    look = KernelCall(attention_far, (PARTS.value, 1, 1), (Pointer("lse"), Pointer(GATE), prod(rows)), constants, early=True)
-    calls = [_gated(call, 2 * device.sm_count, forward) for call in plan.calls if isinstance(call, KernelCall)]
-    gate = Buffer(GATE, (PARTS.value,), "int32", "scratch")
-    return _renamed(replace(plan, calls=(look, *calls), buffers=(*plan.buffers, gate)))
+def repairing(plan: Plan, device: Device, forward: bool, gate: Buffer) -> Plan:
+    """A plan of these kernels, as it follows another's, whose scratch the gate is."""
+    calls = [call for call in plan.calls if isinstance(call, KernelCall)]
+    delta = None if forward else _joined(calls)
+    kept = (call for call in calls if call is not delta)
+    return _renamed(replace(plan, calls=tuple(_gated(call, 2 * device.sm_count, forward, gate, delta) for call in kept)))
 
 
-def _gated(call: KernelCall, programs: int, forward: bool) -> KernelCall:
-    """The call behind the gate; those that list the tiles of items of unlike lengths have none."""
+def _joined(calls: list[KernelCall]) -> KernelCall | None:
+    """The launch of a backward that makes delta, where the pass over queries may do it."""
+    by = {call.kernel: call for call in calls}
+    rows = {kernel: dict(call.constants)["T"].block_q for kernel, call in by.items() if kernel in READERS}
+    mine = rows.get(attention_backward_queries)
+    return None if mine is None or any(mine % others for others in rows.values()) else by[attention_delta]
+
+
+def _gated(call: KernelCall, programs: int, forward: bool, gate: Buffer, delta: KernelCall | None) -> KernelCall:
+    """The call behind the gate; those that list the tiles of items of unlike lengths have none. delta: what has no launch."""
     if call.kernel not in GATED:
         return call
     kernel, name, few = GATED[call.kernel]
-    at, gate = call.kernel.arg_names.index(name), Pointer(GATE)
-    args = (*call.args[:at], (call.args[at], (gate, call.grid[0]) if few else gate), *call.args[at + 1 :])
-    constants = tuple((n, replace(v, repairs=True) if n == "T" and forward else v) for n, v in call.constants)
+    at, constants = call.kernel.arg_names.index(name), dict(call.constants)
+    told: tuple[Any, ...] = Pointer(gate.name), *gate.shape
+    if few:
+        told = told, call.grid[0]
+    if kernel is repair_queries:
+        told = *told, *((delta.args[1], delta.args[0], delta.args[2]) if delta else (None, None, None))
+    args = (*call.args[:at], (call.args[at], told), *call.args[at + 1 :])
+    if forward:
+        constants["T"] = replace(constants["T"], repairs=True)
     grid = (min(call.grid[0], programs), 1, 1) if few else call.grid
-    return replace(call, kernel=kernel, args=args, constants=constants, grid=grid, early=True)
+    return replace(call, kernel=kernel, args=args, constants=tuple(constants.items()), grid=grid, early=True)
 
 
 def _renamed(plan: Plan) -> Plan:
@@ -160,10 +168,10 @@ def _renamed(plan: Plan) -> Plan:
     def name(arg: Any) -> Any:
         if isinstance(arg, tuple):
             return tuple(name(a) for a in arg)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if isinstance(arg, (Pointer, Strides, Descriptor)) and arg.name in scratch and arg.name != GATE:
+        if isinstance(arg, (Pointer, Strides, Descriptor)) and arg.name in scratch:
             return replace(arg, name=f"repair.{arg.name}")
         return arg
 
-    buffers = tuple(replace(b, name=f"repair.{b.name}") if b.name in scratch - {GATE} else b for b in plan.buffers)
+    buffers = tuple(replace(b, name=f"repair.{b.name}") if b.name in scratch else b for b in plan.buffers)
     calls = tuple(replace(call, args=name(call.args)) for call in plan.calls if isinstance(call, KernelCall))
     return replace(plan, buffers=buffers, calls=calls)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset
-from flashtile.kernels.device.varlen import assign_tile, first_padded, slab
+from flashtile.kernels.device.varlen import first_padded, slab, tile_of
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
 def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
+    """One program: `tile_of_delta`."""
+    tile_of_delta(tl.program_id(0), tl.num_programs(0), in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T)
+
+
+@jit
+def tile_of_delta(number, tiles, in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, schedule_ptr, T: tl.constexpr):
     """What the passes need of every query: rows = (lse, delta), where T.exact (maximum, delta, 1 / sum, slip), where T.offset
     (lse, delta, 0, which the pass over queries replaces by what lse lacks), where T.lonely (lse, delta, either, size).
 
@@ -21,7 +27,7 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
     in_ptrs = (out, dout, lse, dlse or None, stats); strides of out, dout, dlse (batch, heads_q, seqlen_q), rows.
     """
     BLOCK_Q: tl.constexpr = T.block_q
-    tile, head, item, _ = assign_tile(schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
+    tile, head, item, _ = tile_of(number, tiles, schedule_ptr, seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     batch, row = slab(item, T), tile * BLOCK_Q
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
     dout_head = in_ptrs[1] + head_offset(batch, head, strides[1]) + row_offset(item.first_q + row, strides[1])
@@ -69,12 +75,12 @@ def attention_delta(in_ptrs, rows_ptr, strides, seqlen_q, seqlen_k, heads, sched
 
 
 @jit
-def by_head(tile, head, item, unit, seqlen_q, heads, T: tl.constexpr):
-    """The place of a program's sum in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
+def by_head(tile, head, item, unit, tiles, seqlen_q, heads, T: tl.constexpr):
+    """The place of the sum of one of `tiles` in a buffer (heads_q, tiles of all items); `unit` where a schedule says it."""
     if not T.items.ragged:
         BLOCK_Q: tl.constexpr = T.block_q
-        tiles = tl.cdiv(seqlen_q, BLOCK_Q)
-        unit = (head * (tl.num_programs(0) // (tiles * heads)) + item.batch) * tiles + tile
+        per_head = tl.cdiv(seqlen_q, BLOCK_Q)
+        unit = (head * (tiles // (per_head * heads)) + item.batch) * per_head + tile
     return unit.to(tl.int64)
 
 

@@ -122,7 +122,9 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     COLUMNS: tl.constexpr = T.columns
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    _, head, item, _, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    _, head, item, _, sizes, batch, row, keys_of = query_tile(
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+    )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
@@ -277,7 +279,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
     lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:

@@ -93,7 +93,9 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    _, head, item, _, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    _, head, item, _, sizes, batch, row, keys_of = query_tile(
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+    )
     lo, full_lo, full_hi, hi, ends = keys_of
     index = row + tl.arange(0, BLOCK_Q)
     q = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q + row, strides[0])
@@ -150,7 +152,9 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
     KEYS: tl.constexpr = BLOCK_K // PARTS
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    head, item, sizes, batch, column, _, queries_of = key_tile(region, seqlen_q, seqlen_k, heads, group, heads, left, right, T)
+    head, item, sizes, batch, column, _, queries_of = key_tile(
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads, left, right, T
+    )
     lo, _, _, hi, ends = queries_of
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q, strides[0])
@@ -232,7 +236,9 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
     COLUMNS: tl.constexpr = T.columns
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+    )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, row_q = row + tl.arange(0, BLOCK_Q), item.first_q + row
     q = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(row_q, strides[0])
@@ -261,7 +267,7 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
         sink = tl.load(in_ptrs[5] + head.to(tl.int64) * strides[2][0]).to(WIDE)
         share = exp(sink - finite(known[0]), T)
         each = tl.where((index < item.q) & (share > 0.0), -share * (sink - finite(known[0]) + known[1]) * known[2], 0.0)
-        tl.store(out_ptrs[1] + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(each, 0))
+        tl.store(out_ptrs[1] + by_head(tile, head, item, unit, tl.num_programs(0), seqlen_q, heads, T), tl.sum(each, 0))
 
 
 @jit
@@ -295,7 +301,7 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
     lo, _, _, hi, ends = queries_of
     keys_here, column_k = item.k - column, item.first_k + column

@@ -170,7 +170,9 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
-    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(region, seqlen_q, seqlen_k, heads, group, left, right, T)
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
+        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+    )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
     head_kv = head // group
@@ -287,4 +289,4 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         tl.store(fields + 6, delta, mask=here)
         if out_ptrs[5] is not None:
             given = tl.where(sees & (share > 0.0), -share * ((bend - tlse) * delta + tdelta), 0.0)
-            tl.store(out_ptrs[5] + by_head(tile, head, item, unit, seqlen_q, heads, T), tl.sum(given))
+            tl.store(out_ptrs[5] + by_head(tile, head, item, unit, tl.num_programs(0), seqlen_q, heads, T), tl.sum(given))

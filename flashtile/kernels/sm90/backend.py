@@ -66,6 +66,7 @@ MAX_HEAD_DIM = 256  # beyond it the accumulators of a warpgroup's 64 rows do not
 FEW_QUERIES = 15  # of an item of a small problem: the kernels that correct delta are as fast there
 FEW_KEYS = 15  # of an item on average: of so few, lengths and masks often leave one
 ROW_ELEMENTS = 8  # the bulk copy engine wants strides of 16 bytes: a dense row of 16-bit elements has a multiple of these
+GATE, WARPS = "repair.gate", 4  # where a pass tells who repairs it of large scores: the forward in a word of each warp
 STORED_ELEMENTS = 16  # likewise of bytes
 # Of an item and its heads that share keys. Keys and values of 8 bits are read, written in 16 and read: 5 bytes of each number
 # at 4 TB/s. Portable kernels read one, but multiply at 330 instead of 750 TFLOP/s (an H200, 2026-11-29): even at 370 rows.
@@ -77,9 +78,9 @@ class Repairs(Protocol):
 
     passes: Passes
 
-    def repair_forward(self, problem: AttentionProblem, device: Device) -> Plan | None: ...
+    def repair_forward(self, problem: AttentionProblem, device: Device, gate: Buffer) -> Plan | None: ...
 
-    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients) -> Plan | None: ...
+    def repair_backward(self, problem: AttentionProblem, device: Device, gradients: Gradients, gate: Buffer) -> Plan | None: ...
 
 
 def _watched(problem: AttentionProblem, device: Device, direction: Direction) -> Plan:
@@ -214,6 +215,12 @@ class HopperBackend:
         if statistics:
             tile = make_watched_tile(p, launch, form, " ".join(n for n in ROW_STATISTICS if n in statistics))
             kept = (tuple(Pointer(n) if n in statistics else None for n in ROW_STATISTICS),)
+        grid = forward_grid(p, launch, device)
+        gate, behind = gate_of(grid[0] * tile.groups * WARPS), None
+        if self.repairs and not p.multiplies_fp8:  # nothing that is added to scores is cut off there
+            behind = self.repairs.repair_forward(problem, device, gate)
+        if behind is not None:
+            tile, kept = replace(tile, tells_far=True), (Pointer(GATE),)
         tiles, tail = over_queries(p, launch, tile, schedules)
         score, biased = chain(p, device, form), None
         if tile.modifiers.brought:
@@ -224,7 +231,7 @@ class HopperBackend:
         sink, out = None if p.sink is None else "sink", "out" if p.lengths.varlen else None
         call = KernelCall(
             attention_forward,
-            forward_grid(p, launch, device),
+            grid,
             (
                 *tiles,
                 Descriptor("out", (1, 1, tile.rows, tile.columns_v)),
@@ -243,9 +250,7 @@ class HopperBackend:
         buffers = (*forward_buffers(p), *row_statistics(p, statistics), *scratch, *schedules.buffers)
         notes = (f"forward tile {launch.spell()}", *told(fired))
         plan = Plan(p, self.name, "", buffers, (*schedules.calls, *before, call), notes, optional=frozenset({"lse"}))
-        if p.multiplies_fp8:  # nothing that is added to scores is cut off
-            return plan
-        return plan.followed_by(self.repairs and self.repairs.repair_forward(problem, device))
+        return plan if behind is None else replace(plan, buffers=(*plan.buffers, gate)).followed_by(behind)
 
     def backward(
         self,
@@ -316,6 +321,8 @@ class HopperBackend:
         if p.sink is not None and p.sink.grad:
             sunk = Pointer("partial.sink")
             scratch.append(Buffer("partial.sink", (p.heads_q, rows_per_head), "fp32", "scratch"))
+        gate = gate_of(rows_per_head * p.heads_q)
+        behind = self.repairs and self.repairs.repair_backward(problem, device, gradients, gate)
         rows = KernelCall(
             attention_rows,
             (rows_per_head * p.heads_q, 1, 1),
@@ -327,6 +334,7 @@ class HopperBackend:
                     Pointer("tickets"),
                     locks,
                     sunk,
+                    behind and Pointer(GATE),
                 ),
                 (Strides("out"), Strides("dout"), Strides(dlse or "lse"), Strides(sink or "lse")),
                 counts["seqlen_q"],
@@ -390,7 +398,7 @@ class HopperBackend:
             calls.append(KernelCall(sum_partials, (p.heads_q, 1, 1), args, (("BLOCK", 256),), 4, 1))
         buffers = (*backward_buffers(p, gradients), *ds_buffers, *scratch, *schedules.buffers)
         plan = Plan(p, self.name, "split" if split else "fused", buffers, tuple(calls), notes)
-        return plan.followed_by(self.repairs and self.repairs.repair_backward(problem, device, gradients))
+        return replace(plan, buffers=(*plan.buffers, gate)).followed_by(behind) if behind else plan
 
     def unsupported_cached(self, problem: CachedProblem | AppendProblem, device: Device) -> list[str]:
         if device.kind != "cuda" or device.arch != 90:
@@ -411,6 +419,11 @@ BACKEND = HopperBackend()
 
 # of the passes before and after: 64 queries of a head, which wait for memory (docs/lab/hopper-backward.md)
 ROW_WARPS, ROW_REGISTERS = 8, 64
+
+
+def gate_of(words: int) -> Buffer:
+    """Room for the words that tell of rows whose scores are large."""
+    return Buffer(GATE, (words,), "int32", "scratch")
 
 
 def head_sums(p: AttentionProblem, names: list[str]) -> list[KernelCall]:

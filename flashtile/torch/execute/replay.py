@@ -23,6 +23,7 @@ KEPT_BYTES = 16 << 20  # of scratch at most, from call to call: of larger proble
 MEETINGS = 8  # of the same addresses, after which they get a graph: to make one takes 60 us, and saves 2 to 11 a call (an H100)
 MOST_GRAPHS = 64  # per plan; each takes 112 KiB of device memory
 BRIEF_FLOPS = 8e9  # 20 us of an H100: less than the host takes for a call
+FEW, LONG_FLOPS = 2, 2e10  # launches that the host makes in less time than the device takes for so much: 40 us of an H100
 
 
 Into = tuple[str, torch.Tensor]  # the name of an output, and where it is to be
@@ -293,5 +294,9 @@ class Met:
 
 
 def pays(plan: Plan, launches: int) -> bool:
-    """Whether a graph saves time: the host's always, but the device takes 1.2 us more to begin one than a single kernel."""
-    return launches > 1 or (isinstance(plan.problem, AttentionProblem) and plan.problem.flops() <= BRIEF_FLOPS)
+    """Whether a graph saves time: the host's always, but the device takes 1.2 us more to begin one than a single kernel (an
+    H100), and of long ones 12 us more than two (an H200).
+    """
+    if not isinstance(plan.problem, AttentionProblem):
+        return launches > 1
+    return launches > FEW or plan.problem.flops() <= (BRIEF_FLOPS if launches == 1 else LONG_FLOPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.kernels.device.exponential import LOG2E
+from flashtile.kernels.device.exponential import FAR, LOG2E
 from flashtile.kernels.device.grid import ROWS, padded_rows
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.stream import await_stream
@@ -20,7 +20,9 @@ def last_first(seqlen_q):
 
 @jit
 def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, heads, scale, T: tl.constexpr):
-    """The part of `attention_rows` for 64 queries of an item from `row` on; what they add to the gradient of sink."""
+    """The part of `attention_rows` for 64 queries of an item from `row` on; (what they add to the gradient of sink, which have
+    a finite lse beyond FAR).
+    """
     COLUMNS: tl.constexpr = T.columns
     batch, token = slab(item, T), item.first_q + row
     out_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(token, strides[0])
@@ -58,7 +60,8 @@ def rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, row, seqlen_q, hea
         PARTS: tl.constexpr = T.columns // T.columns_dq
         locks = out_ptrs[3] + (head_rows + row) // 64 * PARTS + tl.arange(0, PARTS)
         tl.store(locks, tl.zeros([PARTS], tl.int32), mask=exists)
-    return sunk
+    distance = tl.abs(lse)
+    return sunk, ((distance > FAR) & (distance < float("inf"))).to(tl.int32)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -71,7 +74,8 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     starts from; otherwise lse * log2(e)); rows without any visible key, and rows that do not exist, get the
     infinity that makes p = 0. delta = sum(out * dout) - dlse, negative if T.modifiers.folds.
     in_ptrs = (out, dout, lse, dlse or None, sink or None); out_ptrs = (rows, sum or None, tickets, locks if T.locked else
-    None, what each program adds to the gradient of sink (heads_q, programs of a head) or None); strides of out, dout, dlse
+    None, what each program adds to the gradient of sink (heads_q, programs of a head) or None, a word of each program, not 0
+    where one of its rows has an lse beyond FAR, or None); strides of out, dout, dlse
     (batch, heads_q, seqlen_q), sink (heads_q,).
     rows is float32 (batch, heads_q, 2, padded), sum float32 (batch, heads_q, padded, columns), locks int32 (batch, heads_q,
     padded / 64, columns / columns_dq): how many have added (`order`).
@@ -82,13 +86,14 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
         padded = padded_rows(seqlen_q)
         if T.items.varlen:
             padded = region[1]
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, scale, T)
-        sunk += rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, scale, T)
+        sunk, far = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS, seqlen_q, heads, scale, T)
+        more, others = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * ROWS + 64, seqlen_q, heads, scale, T)
+        sunk, far = sunk + more, far | others
     else:
         tile, batch_head = last_first(seqlen_q)
         batch, head = batch_head // heads, batch_head % heads
         item, padded = Item(batch, batch * 0, seqlen_q, seqlen_q, batch * 0, seqlen_q, seqlen_q), padded_rows(seqlen_q)
-        sunk = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
+        sunk, far = rows_tile(in_ptrs, out_ptrs, strides, head, item, padded, tile * 64, seqlen_q, heads, scale, T)
         unit = (head * (tl.num_programs(0) // (padded // 64 * heads)) + batch) * (padded // 64) + tile
     COUNTS: tl.constexpr = T.counts
     if tl.program_id(0) == 0:
@@ -96,6 +101,8 @@ def attention_rows(in_ptrs, out_ptrs, strides, seqlen_q, heads, scale, region, T
     if region[2] is not None:
         for flag in tl.range(tl.program_id(0), region[2], tl.num_programs(0)):
             tl.store(out_ptrs[2] + COUNTS + flag, 0)
+    if out_ptrs[5] is not None:
+        tl.store(out_ptrs[5] + tl.program_id(0), tl.max(far, 0))
     if T.modifiers.sink:
         if out_ptrs[4] is not None:
             tl.store(out_ptrs[4] + unit.to(tl.int64), sunk)

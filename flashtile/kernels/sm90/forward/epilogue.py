@@ -1,6 +1,6 @@
 """The end of a query tile: out and lse, from registers to memory."""
 
-from flashtile.kernels.device.exponential import LN2, LOG2E
+from flashtile.kernels.device.exponential import FAR, LN2, LOG2E
 from flashtile.kernels.device.score import unit
 from flashtile.kernels.device.softmax import divisor
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
@@ -67,6 +67,8 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     head_rows = (at.slab * size.heads + at.head).to(gl.int64) * whole.seqlen_q
     if targets[0].to(gl.int64) != 0:
         gl.store(targets[0] + head_rows + token, lse, mask=index < at.item.span_q)
+    if T.tells_far:
+        tell(1, (index < size.seqlen_q) & ((gl.abs(lse) < FAR) == 0), targets, GROUP, T)
     if T.modifiers.dropout:
         share *= given[0].factor
     if T.stored.v_head:
@@ -87,6 +89,14 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
         tile = out_tile(mem, out_desc, GROUP, part, T)
         send(tile, out_desc, (targets[2], targets[3][0]), at, part * COLUMNS, T.head_dim_v, T)
     return ran
+
+
+@gluon.jit
+def tell(word, rows, targets, GROUP: gl.constexpr, T: gl.constexpr):
+    """Store `word`, 0 before all tiles of a block, in that of each warp which has one of `rows`."""
+    WARP: gl.constexpr = T.rows // 4
+    warp = gl.arange(0, T.rows, row_layout(T.block_k)) // WARP
+    gl.store(targets[4] + ((gl.program_id(0) * T.groups + GROUP) * 4 + warp), 0 * warp + word, mask=rows)
 
 
 @gluon.jit

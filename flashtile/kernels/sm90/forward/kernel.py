@@ -43,7 +43,7 @@ from flashtile.kernels.sm90.device.scores import (
     starts,
 )
 from flashtile.kernels.sm90.device.ticket import Tickets, make_tickets, make_words
-from flashtile.kernels.sm90.forward.epilogue import finish, load_sink
+from flashtile.kernels.sm90.forward.epilogue import finish, load_sink, tell
 from flashtile.kernels.sm90.forward.fp8 import LIFT_LOG2, add_stored, multiply_stored, plain, scores_scale, stored_weights
 from flashtile.kernels.sm90.forward.mma import add_parts, empty, multiply_parts, scaled, settle
 from flashtile.kernels.sm90.forward.producer import load
@@ -142,6 +142,8 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
     place = gl.where(place < places, place, NONE)
     if not T.items.ragged and T.mask.blocks_q == 0:
         job = job_at(place, whole, region, T)
+    if T.tells_far:
+        tell(0, gl.arange(0, T.rows, row_layout(T.block_k)) >= 0, targets, GROUP, T)
     if T.softmax.watches:
         forget(mem.again, GROUP, T)
     while place != NONE:  # negative: it is computed again
@@ -518,10 +520,11 @@ def attention_forward(q_desc, k_desc, v_desc, out_desc, bias_desc, targets, head
 
     `swizzle` heads are computed together (see `work.job_at`); it depends on the sizes, so it is no part of T.
     targets = (lse, sink or None, out, strides of out and sink), and where T.statistics behind them each row's (peak, entropy),
-    of which one may be None; lse, and these, are (batch, heads_q, seqlen_q), natural logarithm, float32, contiguous. bias_desc:
-    the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments of modifiers, region);
-    region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block lists, or None; where
-    q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
+    of which one may be None, or where T.tells_far a word for each warp of consumers in each block, which is not 0 where the lse
+    of a row is beyond FAR or not finite; lse, and what rows have, are (batch, heads_q, seqlen_q), natural logarithm, float32,
+    contiguous. bias_desc: the tensor of T.modifiers.early where it is T.modifiers.brought, or None. rest = (scale, arguments of
+    modifiers, region); region = (the schedule, its records, where T.items.ragged; arguments of predicates; the mask's block
+    lists, or None; where q, k or v are stored, the scales of each: a pointer, None if there is none, and its strides).
 
     Where T.stored.fp8 q, k and v are bytes, and v is what `values.py` makes of it, (slabs, heads_kv, head_dim_v, padded).
     """

@@ -197,6 +197,7 @@ class ForwardTile(Narrow):
     pipeline: ForwardPipeline
     stored: ForwardStored
     statistics: str = ""  # of rows that are kept: "peak", "entropy" or both
+    tells_far: bool = False  # of rows whose lse is large or missing: another backend's kernels follow
 
     @property
     def finds_entropy(self) -> bool:
