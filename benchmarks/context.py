@@ -14,6 +14,9 @@ contiguous shards, packed documents too, and gathers a head of keys at a time. E
 against one process's float32 of the same values, of at most CHECKED tokens; beside them one process's own. peak_bytes is what
 the busiest rank holds at once, without the inputs; memory is that and the inputs, divided by what a rank cannot do without
 (`needed_bytes`).
+
+Rows are there after a cell's first round, and are written anew after each; what no time is left for by any rank's clock is
+not begun. A time-out from outside must leave room for the start: two processes took 11 s of an H200's host to begin.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 import flashtile
 import flashtile.compat
 from benchmarks.experiment import Experiment, main_of, run_experiment
-from benchmarks.record import Record, at_least_one, sized
+from benchmarks.record import STARTED, Record, at_least_one, sized
 from flashtile.distributed import Context, attention, attention_varlen, shard, unshard
 
 REPEATS, CHECKED = 4, 4096
@@ -271,14 +274,20 @@ def errors(name: str, given: Tensors, form: Form) -> dict[str, float]:
     return found
 
 
-def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of each provider: median times and their ratio, of turns one after the other, and the memory that a step takes."""
+def measure(
+    names: list[str], given: Tensors, form: Form, rounds: int, left: Callable[[], float]
+) -> Generator[dict[str, dict[str, Any]]]:
+    """Of each provider, after every round: median times by then and their ratio, of turns one after the other, and the memory
+    that a step takes. Rounds end when no time is left, but for the first.
+    """
     device, whole = given[0].device, alone(given, form)
     one: list[float] = []
     together: list[float] = []
     many: dict[str, list[float]] = {name: [] for name in names}
     peak = dict.fromkeys(names, 0.0)
-    for _ in range(rounds):
+    for turn in range(rounds):
+        if turn and left() <= 0:
+            return
         dist.barrier()
         one.append(slowest(timed(whole, device) if dist.get_rank() == 0 else 0.0, device))
         if not together:
@@ -289,19 +298,19 @@ def measure(names: list[str], given: Tensors, form: Form, rounds: int) -> dict[s
                 many[name].append(slowest(timed(run, device), device))
                 if not peak[name]:
                     peak[name] = slowest(held(run, device), device)
-    first, ranks, plain = median(one), dist.get_world_size(), form in (Form(), Form(dropout=form.dropout))
-    own = sum(t.nbytes for t in given)
-    return {
-        name: {
-            "one_ms": first,
-            "together_ms": together[0],
-            "ranks_ms": median(times),
-            "efficiency": first / (ranks * median(times)),
-            "peak_bytes": peak[name],
-            "memory": (peak[name] + own / ranks) / needed if (needed := needed_bytes(name, given, ranks)) and plain else "",
+        first, ranks, plain = median(one), dist.get_world_size(), form in (Form(), Form(dropout=form.dropout))
+        own = sum(t.nbytes for t in given)
+        yield {
+            name: {
+                "one_ms": first,
+                "together_ms": together[0],
+                "ranks_ms": median(times),
+                "efficiency": first / (ranks * median(times)),
+                "peak_bytes": peak[name],
+                "memory": (peak[name] + own / ranks) / needed if (needed := needed_bytes(name, given, ranks)) and plain else "",
+            }
+            for name, times in many.items()
         }
-        for name, times in many.items()
-    }
 
 
 class Ranks(Experiment[tuple[int, Form]]):
@@ -355,18 +364,34 @@ class Ranks(Experiment[tuple[int, Form]]):
         short, given = (inputs(chosen.shape, n, getattr(torch, chosen.dtype), device) for n in (min(seqlen, CHECKED), seqlen))
         right: dict[str, dict[str, float]] = {}
         for name in chosen.providers:
+            self.tell(f"{name}, {seqlen} tokens, {form}: checks {short[0].shape[1]} tokens, and compiles")
             with record.attempt(provider=name, **self.place(cell)):  # all ranks meet an error alike, or end in a time-out
                 right[name] = errors(name, short, form)
-        for name, found in measure(list(right), given, form, chosen.rounds).items():
-            row = {"provider": name, **self.place(cell), **found, **right[name]}
-            record.add(row)
-            if dist.get_rank() == 0:
+        self.tell(f"{seqlen} tokens, {form}: compiles and is timed")
+        first, rows = len(record.rows), list[dict[str, Any]]()
+        for found in measure(list(right), given, form, chosen.rounds, lambda: self.left(record)):
+            rows = [{"provider": name, **self.place(cell), **of, **right[name]} for name, of in found.items()]
+            record.put(first, rows)
+        if dist.get_rank() == 0:
+            for row in rows:
                 print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), flush=True)
 
+    def tell(self, what: str) -> None:
+        """Say what is waited for from now on."""
+        if dist.get_rank() == 0:
+            print(f"[{time.monotonic() - STARTED:.0f} s] {what}", file=sys.stderr, flush=True)
+
+    def left(self, record: Record) -> float:
+        """Seconds that every rank has left."""
+        return -slowest(-record.left(), self.device())
+
     def run(self, record: Record) -> None:
-        """Every cell: ranks go on together, so that none of them asks its own clock."""
+        """Every cell for which all ranks have time: they go on together."""
         for cell in self.cells():
-            self.measure(cell, record, record.ends)
+            if self.left(record) > 0:
+                self.measure(cell, record, record.ends)
+            else:
+                record.leave(self.name(cell))
 
 
 def rank_main(rank: int, ranks: int, chosen: Any, meet: str) -> int:

@@ -107,14 +107,18 @@ class Record:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Write a row, whose columns may differ from the others'."""
-        self.rows.append(dict(row))
-        new = [name for name in row if name not in self.columns]
+        self.put(len(self.rows), [row])
+
+    def put(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows in the place of those from the `first` on: what was measured first, once more is known."""
+        anew, self.rows[first:] = first < len(self.rows), map(dict, rows)
+        new = list(dict.fromkeys(name for row in rows for name in row if name not in self.columns))
         self.columns += new
-        with self.path.open("w" if new else "a", newline="") as file:
+        with self.path.open("w" if new or anew else "a", newline="") as file:
             writer = csv.DictWriter(file, [*self.columns, *self.about], restval="")
-            if new:
+            if new or anew:
                 writer.writeheader()
-            writer.writerows({**r, **self.about} for r in (self.rows if new else self.rows[-1:]))
+            writer.writerows({**r, **self.about} for r in self.rows[0 if new or anew else first :])
 
     def leave(self, cell: object) -> None:
         """Note a cell for which there is no time."""

@@ -57,8 +57,13 @@ def signature(count: int) -> str:
         ("tools/a.py", f"class A:\n  def m(self, {signature(12)}, *, z): ...", "function m has 13 parameters"),
         ("flashtile/a.py", f"def attention({signature(17)}): ...", "public function attention has 17 parameters"),
         ("flashtile/a.py", f"@jit\ndef f({signature(17)}): ...", "kernel f has 17 parameters; at most 16"),
+        (
+            "flashtile/a.py",
+            f"@jit\ndef f({signature(13)}): ...\n@jit\ndef g({signature(16)}):\n  f()",
+            "device function f has 13 parameters; at most 12",
+        ),
     ],
-    ids=["lines", "host", "method", "public", "kernel"],
+    ids=["lines", "host", "method", "public", "kernel", "device"],
 )
 def test_the_size_check_can_fail(tmp_path: Path, name: str, source: str, message: str) -> None:
     files = {"flashtile/__init__.py": '__all__ = ["attention"]\n', name: source}

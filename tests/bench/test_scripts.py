@@ -163,6 +163,20 @@ def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
     assert all(float(row["ranks_ms"]) > 0 and float(row["error_dk"]) < 1e-6 for row in rows)
 
 
+def test_ranks_tell_what_they_know_after_each_round_that_there_is_time_for(tmp_path, monkeypatch) -> None:
+    """A time-out during the last round took all of a cell's rows."""
+    context, dist = (importlib.import_module(name) for name in ("benchmarks.context", "torch.distributed"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    given, left = context.inputs("1x2x1x16", 8, torch.float32, CPU_PLACE), iter([1.0, 0.0])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        found = list(context.measure(["allgather", "ulysses"], given, context.Form(), 9, lambda: next(left)))
+    finally:
+        dist.destroy_process_group()
+    assert [list(rows) for rows in found] == [["allgather", "ulysses"]] * 2
+    assert all(row["ranks_ms"] > 0 and row["memory"] > 0 for rows in found for row in rows.values())
+
+
 def test_two_builds_are_timed_in_turns(tmp_path, monkeypatch) -> None:
     """This build beside itself, in processes of their own, which interpret no kernel."""
     root, path = Path(record.__file__).parent.parent, tmp_path / "rows.csv"
@@ -358,6 +372,12 @@ def test_rows_are_kept_as_they_come(tmp_path) -> None:
     assert [row["cell"] for row in rows] == ["right", "wrong", "other"]
     assert [row["failure"] for row in rows] == ["", "ArithmeticError: off by one", ""]
     assert {row["commit"] for row in rows} == {"abc"}
+    kept.put(1, [{"cell": "wrong", "wrong_ms": 2.0}, {"cell": "other", "note": "again"}])  # once more is known
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["cell"], row["wrong_ms"], row["note"], row["failure"], row["commit"]) for row in rows] == [
+        ("right", "", "", "", "abc"), ("wrong", "2.0", "", "", "abc"), ("other", "", "again", "", "abc"),
+    ]  # fmt: skip
+    kept.fail("late", cell="last")
     assert kept.end() == 1
 
 

@@ -111,21 +111,25 @@ def tokens_of(cu_ptr, seqlen_q, batch):
 
 
 @jit
-def write(rows, out_ptrs, sink_ptr, out_strides, sink_strides, seat, row, head, heads, seqlen_q, exists, counts, first,
-          COLUMNS: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count."""
+def write(rows, ptrs, strides, seat, place, heads, seqlen_q, exists, counts, first, COLUMNS: tl.constexpr, T: tl.constexpr):
+    """out and lse of finished rows, of COLUMNS of the values from `first` on; 0 and -inf of rows that do not count.
+
+    ptrs = (out, lse, sink or None); strides of out, sink; place = (query within its item, head) of each row.
+    """
+    row, head = place
+    out_strides, sink_strides = strides
     if T.modifiers.sink:
-        sink = tl.load(sink_ptr + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
+        sink = tl.load(ptrs[2] + head.to(tl.int64) * sink_strides[0]).to(tl.float32)
         rows = add_sink(rows, sink.to(rows.top.dtype), T)
     out, lse = finish(rows, T)
     out, lse = tl.where(counts[:, None], out, 0.0), tl.where(counts, lse, float("-inf"))
     value = first + tl.arange(0, COLUMNS)
     at = seat.slab.to(tl.int64) * out_strides[0] + (seat.first_q + row).to(tl.int64) * out_strides[1]
     at += head.to(tl.int64) * out_strides[2]
-    tl.store(out_ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(out_ptrs[0].dtype.element_ty),
+    tl.store(ptrs[0] + at[:, None] + value.to(tl.int64)[None, :] * out_strides[3], out.to(ptrs[0].dtype.element_ty),
              mask=exists[:, None] & (value < T.head_dim_v)[None, :])  # fmt: skip
     lse_at = (seat.slab.to(tl.int64) * heads + head) * seqlen_q + seat.first_q + row
-    tl.store(out_ptrs[1] + lse_at, lse.to(tl.float32), mask=exists & (first == 0))
+    tl.store(ptrs[1] + lse_at, lse.to(tl.float32), mask=exists & (first == 0))
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -179,8 +183,8 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
             for which in tl.static_range(ABREAST):
                 rows = joined(rows, one_of(some, which, ABREAST, ROWS, COLUMNS), T)
     rows = scored(rows, T)
-    write(rows, out_ptrs, sink_ptr, strides[0], strides[1], seat, row, head, heads, seqlen_q, exists, exists & (row < seat.q),
-          first, COLUMNS, T)  # fmt: skip
+    write(rows, (out_ptrs[0], out_ptrs[1], sink_ptr), strides, seat, (row, head), heads, seqlen_q, exists,
+          exists & (row < seat.q), first, COLUMNS, T)  # fmt: skip
 
 
 @jit

@@ -100,12 +100,13 @@ def directed_probabilities(raw, traw, row, at, keep, scale, args, MASKED: tl.con
 
 
 @jit
-def directed_gradients(p, bend, scores, slopes, dp, tdp, row, at, keep, args, MASKED: tl.constexpr, T: tl.constexpr,
-                       SCORE: tl.constexpr, ALONG: tl.constexpr):  # fmt: skip
-    """(the gradient of the scaled product, its tangent) of a tile, given its `directed_probabilities`.
+def directed_gradients(directed, dp, tdp, row, at, keep, args, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                       ALONG: tl.constexpr):  # fmt: skip
+    """(the gradient of the scaled product, its tangent) of a tile; `directed` is what `directed_probabilities` gave.
 
     dp, tdp: the gradient of p and its tangent, dropout applied; row = (..., delta, its tangent).
     """
+    p, bend, scores, slopes = directed
     e = dp - row[3]
     ds, ds2 = p * e, p * (bend * e + (tdp - row[4]))
     if T.modifiers.prescale:

@@ -245,14 +245,14 @@ def probabilities(raw, dp, row, at, keep, scale, score_args, MASKED: tl.constexp
 
 
 @jit
-def capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args,
-            INDEXED: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
-            CAPTURED: tl.constexpr):  # fmt: skip
+def capture(totals, raw, dp, row, at, keep, scene, INDEXED: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr,
+            SCORE: tl.constexpr, CAPTURED: tl.constexpr):  # fmt: skip
     """Add what a tile sends to captured tensors: sums to `totals` (rows, slots) and, if INDEXED, elements to memory.
 
-    grad_args[i][j] = (slot, pointer): the place in `totals`, and where sums or elements are stored.
+    scene.extra_args[i][j] = (slot, pointer): the place in `totals`, and where sums or elements are stored.
     """
-    scores = stages(raw, at, scale, score_args, SCORE)
+    score_args, grad_args = scene.score_args, scene.extra_args
+    scores = stages(raw, at, scene.scale, score_args, SCORE)
     p = probability(scores[len(SCORE) // 2], row, T)
     if MASKED:
         p = tl.where(keep, p, 0.0)

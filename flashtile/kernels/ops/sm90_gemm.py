@@ -165,33 +165,35 @@ def finish(pre_ptr, out_ptr, partial_ptr, memory, size, HELPER: gl.constexpr, T:
     THIRDS: gl.constexpr = T.helpers - 2
     for turn in range(turns(size)):
         if HELPER < 2:
-            finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, HELPER, 0, BANDS - THIRDS, T)
+            finish_part((pre_ptr, out_ptr, partial_ptr), memory, size, turn, HELPER, 0, BANDS - THIRDS, T)
         else:
             for group in range(2):
-                finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, group, BANDS - 1, 1, T)
+                finish_part((pre_ptr, out_ptr, partial_ptr), memory, size, turn, group, BANDS - 1, 1, T)
 
 
 @gluon.jit
-def finish_part(pre_ptr, out_ptr, partial_ptr, memory, size, turn, group, FIRST: gl.constexpr, BANDS: gl.constexpr,
-                T: gl.constexpr):  # fmt: skip
-    """The same of BANDS bands of columns, WIDTH wide, of a consumer's half of a tile, from the FIRST on."""
+def finish_part(ptrs, memory, size, turn, group, FIRST: gl.constexpr, BANDS: gl.constexpr, T: gl.constexpr):
+    """The same of BANDS bands of columns, WIDTH wide, of a consumer's half of a tile, from the FIRST on.
+
+    ptrs here and below = (pre, out, partial), as for `product`.
+    """
     HALF: gl.constexpr = T.rows // 2
     DOWN: gl.constexpr = HALF // STRIP
     row, column = place(gl.program_id(0) + turn * gl.num_programs(0), size, T)
     index = (row * 2 + group).to(gl.int64) * size[4]
     row, column = row * T.rows + group * HALF, column * T.columns + FIRST * WIDTH
     if T.ending == "gelu":
-        activate(pre_ptr, out_ptr, memory, 2 * turn + group, row, column, size, group, FIRST * DOWN, BANDS * DOWN, DOWN)
+        activate(ptrs, memory, 2 * turn + group, row, column, size, group, FIRST * DOWN, BANDS * DOWN, DOWN)
     else:
-        differentiate(pre_ptr, out_ptr, partial_ptr, memory, 2 * turn + group, index, row, column, size, group, FIRST * DOWN,
-                      BANDS * DOWN, DOWN)  # fmt: skip
+        differentiate(ptrs, memory, 2 * turn + group, index, row, column, size, group, FIRST * DOWN, BANDS * DOWN, DOWN)
     memory.results.release(2 * turn + group)
 
 
 @gluon.jit
-def activate(pre_ptr, out_ptr, memory, use, row, column, size, group,
+def activate(ptrs, memory, use, row, column, size, group,
              FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
     """Store GELU of COUNT strips of what a consumer leaves, and, if that is wanted, themselves as pre."""
+    pre_ptr, out_ptr, _ = ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     memory.results.wait(use)
     parts = strips(memory.sums.index(group), STRIP)
@@ -206,9 +208,10 @@ def activate(pre_ptr, out_ptr, memory, use, row, column, size, group,
 
 
 @gluon.jit
-def differentiate(pre_ptr, out_ptr, partial_ptr, memory, use, index, row, column, size, group,
+def differentiate(ptrs, memory, use, index, row, column, size, group,
                   FIRST: gl.constexpr, COUNT: gl.constexpr, DOWN: gl.constexpr):  # fmt: skip
     """Multiply COUNT strips of what a consumer leaves by GELU's derivative at pre; store that, and the sums of its columns."""
+    pre_ptr, out_ptr, partial_ptr = ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])  # pyright: ignore[reportAssignmentType]
     across = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     here = load_strip(pre_ptr, row, column, size, LAYOUT)  # while the tile is multiplied

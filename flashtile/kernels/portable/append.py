@@ -38,10 +38,15 @@ class How:
 
 
 @jit
-def copy_rows(in_ptr, out_ptr, scale_ptr, in_strides, out_strides, scale_strides, slab, place, page, row, head, there,
-              WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, MOST: tl.constexpr,
-              SCALE: tl.constexpr):  # fmt: skip
-    """Rows of one tensor, a head of a token each."""
+def copy_rows(ptrs, strides, token, entry, head, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr,
+              MOST: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """Rows of one tensor, a head of a token each; ptrs and strides of what comes, its cache, its scales; token = (slab, place)
+    of each, entry = (page, row) in the cache.
+    """
+    in_ptr, out_ptr, scale_ptr = ptrs
+    in_strides, out_strides, scale_strides = strides
+    slab, place = token
+    page, row = entry
     column = tl.arange(0, COLUMNS).to(tl.int64)
     source = slab * in_strides[0] + place * in_strides[1] + head * in_strides[2]
     target = page * out_strides[0] + row * out_strides[1] + head * out_strides[2]
@@ -126,11 +131,11 @@ def append_rows(in_ptrs, out_ptrs, scale_ptrs, place_ptrs, strides, tokens, seql
     else:
         page, row, there = row_of(place_ptrs, strides[7], slab, place, token < tokens, seqlen, items, most, HOW.page)
     there = there & (page < pages)
-    copy_rows(in_ptrs[0], out_ptrs[0], scale_ptrs[0], strides[0], strides[2], strides[4], slab, place, page, row, head, there,
-              HOW.width, HOW.columns, STORED, HOW.most, K_SCALE)  # fmt: skip
+    copy_rows((in_ptrs[0], out_ptrs[0], scale_ptrs[0]), (strides[0], strides[2], strides[4]), (slab, place), (page, row), head,
+              there, HOW.width, HOW.columns, STORED, HOW.most, K_SCALE)  # fmt: skip
     if in_ptrs[1] is not None:
-        copy_rows(in_ptrs[1], out_ptrs[1], scale_ptrs[1], strides[1], strides[3], strides[5], slab, place, page, row, head,
-                  there, HOW.width_v, HOW.columns_v, STORED, HOW.most, V_SCALE)  # fmt: skip
+        copy_rows((in_ptrs[1], out_ptrs[1], scale_ptrs[1]), (strides[1], strides[3], strides[5]), (slab, place), (page, row),
+                  head, there, HOW.width_v, HOW.columns_v, STORED, HOW.most, V_SCALE)  # fmt: skip
 
 
 def plan_append(p: AppendProblem) -> Plan:

@@ -8,12 +8,10 @@ float64 and small 16-bit problems always: it corrects delta.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LOG2E, exp
-from flashtile.kernels.device.grid import assign
+from flashtile.kernels.device.grid import Sizes, assign
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import (
     column_offset,
@@ -35,7 +33,7 @@ from flashtile.kernels.device.product import (
     transposed,
 )  # fmt: skip
 from flashtile.kernels.device.score import capture, locate, probabilities, store_totals
-from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
+from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse, load_rows, rows_offset
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
@@ -87,24 +85,6 @@ def seen_parts(k, keep, T: tl.constexpr):
         return zero_unseen(k[0], keep, 1), zero_unseen(k[1], keep, 1), zero_unseen(k[2], keep, 1)
     else:
         return (zero_unseen(k[0], keep, 1),)
-
-
-class Scene(NamedTuple):
-    """What all steps of a walk share: which program it is, and what the kernel was given.
-
-    ends = (first, end) of those that see this tile, or that it sees. place = (batch, head of the tile's own tensors, its
-    indices as a column, the first of them, seed of dropout). Pointers stand at the item's first row.
-    """
-
-    ptrs: Any  # the key tile's: (q, dout, rows); the query tile's: (k, v) of its head
-    strides: Any
-    sizes: Any
-    ends: Any
-    place: Any
-    scale: Any
-    band: Any
-    score_args: Any
-    grad_args: Any  # of `capture`; where the key tile walks nobody reads it
 
 
 @jit
@@ -163,15 +143,16 @@ def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: 
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                             region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: `tile_of_keys`."""
-    tile_of_keys(tl.program_id(0), tl.num_programs(0), in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left,
-                 right, scale, score_args, region, T, SCORE, MASK)  # fmt: skip
+    tile_of_keys((tl.program_id(0), tl.num_programs(0)), in_ptrs, grad_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                 (left, right, region[1]), scale, score_args, region, T, SCORE, MASK)  # fmt: skip
 
 
 @jit
-def tile_of_keys(number, tiles, in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
-                 score_args, region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score_args, region, T: tl.constexpr,
+                 SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """dk, dv of one key tile of one key/value head, over all its query heads; with dq, the fused pass.
 
+    program, spans and band as for `forward_tile`.
     in_ptrs = (q, k, v, dout, rows); grad_ptrs = (sum for dq, zeroed, float32 or float64, or None; dk; dv);
     strides of q, k, v, dout, dq, rows, dk, dv.
     """
@@ -180,9 +161,11 @@ def tile_of_keys(number, tiles, in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k,
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
     WIDE = tl.float64 if T.wide else tl.float32
-    band, heads_kv = (left, right, region[1]), heads // group
+    seqlen_q, seqlen_k, heads, group = spans
+    left, right = band[0], band[1]
+    heads_kv = heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        number, tiles, region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        program[0], program[1], region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
     )
     lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:
@@ -259,7 +242,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
     totals; the sum of p, where T.wide or not T.exact and FINDS). FINDS: it alone is formed, its first and last.
     """
     BLOCK_K: tl.constexpr = T.block_k
-    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, grad_args = scene
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, _ = scene
     queries, row = rows
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
@@ -277,7 +260,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
     dp = beyond_mean(queries[1], transposed(aligned_parts(v, T), T), row[1], row[4], survives, place[4].factor, T)
     row = (row[0], 0.0, row[2], row[3])
     if T.slots > 0 and not FINDS:
-        totals = capture(totals, raw, dp, row, at, keep, scale, score_args, grad_args, True, MASKED, T, SCORE, CAPTURED)
+        totals = capture(totals, raw, dp, row, at, keep, scene, True, MASKED, T, SCORE, CAPTURED)
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     if FINDS or T.corrects:
         excess = p * (dp + row[3])
@@ -292,8 +275,7 @@ def query_step(dq, totals, off, rows, start, scene, MASKED: tl.constexpr, FINDS:
                 _, weight = probabilities(raw, ones, row, at, keep, scale, score_args, MASKED, T, SCORE)
                 turn = tl.dot(weight.to(tl.float32).to(tl.bfloat16), k[0].to(tl.float32).to(tl.bfloat16), turn)
             if T.slots > 0:
-                units = capture(units, raw, ones, row, at, keep, scale, score_args, grad_args, False, MASKED, T, SCORE,
-                                CAPTURED)  # fmt: skip
+                units = capture(units, raw, ones, row, at, keep, scene, False, MASKED, T, SCORE, CAPTURED)
         off = (off[0] + tl.sum(excess, 1), turn, units, mass)
     if not FINDS:
         dq = add_product(dq, free_parts(ds, k[0].dtype, T), k, T)
@@ -333,15 +315,14 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
                                grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                MASK: tl.constexpr):  # fmt: skip
     """One program: `tile_of_queries`."""
-    tile_of_queries(tl.program_id(0), tl.num_programs(0), in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
-                    scale, score_args, grad_args, region, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    tile_of_queries((tl.program_id(0), tl.num_programs(0)), in_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                    (left, right, region[1]), scale, (score_args, grad_args), region, T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
 @jit
-def tile_of_queries(number, tiles, in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                    grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
-                    MASK: tl.constexpr):  # fmt: skip
-    """dq of one query tile of one head.
+def tile_of_queries(program, in_ptrs, strides, spans, band, scale, args, region, T: tl.constexpr, SCORE: tl.constexpr,
+                    CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """dq of one query tile of one head; program, spans and band as for `forward_tile`; args = (score_args, grad_args).
 
     in_ptrs = (q, k, v, dout, rows, dlse or None, sink or None, dq or None, what each program adds to the gradient of sink
     (heads_q, tiles of all items), or None); region as in the forward;
@@ -361,9 +342,11 @@ def tile_of_queries(number, tiles, in_ptrs, strides, seqlen_q, seqlen_k, heads, 
     WIDTH: tl.constexpr = T.width
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
-    band = (left, right, region[1])
+    seqlen_q, seqlen_k, heads, group = spans
+    left, right = band[0], band[1]
+    score_args, grad_args = args
     tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
-        number, tiles, region, seqlen_q, seqlen_k, heads, group, left, right, T
+        program[0], program[1], region, seqlen_q, seqlen_k, heads, group, left, right, T
     )
     lo, full_lo, full_hi, hi, ends = keys_of
 
@@ -462,7 +445,7 @@ def tile_of_queries(number, tiles, in_ptrs, strides, seqlen_q, seqlen_k, heads, 
         change -= excess
     if sunk_ptr is not None:
         given = tl.where(index < item.q, sunk * change, 0.0)
-        tl.store(sunk_ptr + by_head(tile, head, item, unit, tiles, seqlen_q, heads, T), tl.sum(given))
+        tl.store(sunk_ptr + by_head(tile, head, item, unit, program[1], seqlen_q, heads, T), tl.sum(given))
     if T.slots > 0:
         if T.items.ragged:  # what is known of rows that do not exist may be NaN
             totals = tl.where((index < item.q)[:, None], totals, 0.0)

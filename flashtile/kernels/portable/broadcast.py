@@ -50,12 +50,13 @@ def load_keys(ptrs, strides, sizes, batch, head, key, T: tl.constexpr):
 
 
 @jit
-def tile_contribution(queries, keys, sizes, band, batch, head, row, key, seed, scale, score_args,
-                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """What the tile of scores from (row, key) sends to the tensor: queries by keys, 0 where nothing is seen.
+def tile_contribution(queries, keys, sizes, place, seed, scale, band, score_args, T: tl.constexpr, SCORE: tl.constexpr,
+                      CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """What the tile of scores at place = (batch, head, row, key) sends to the tensor: queries by keys, 0 where nothing is seen.
 
     queries and keys are what `load_queries` and `load_keys` gave.
     """
+    batch, head, row, key = place
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     q, dout, rows = queries
@@ -80,25 +81,29 @@ def attention_backward_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group
                                  batches, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                  MASK: tl.constexpr):  # fmt: skip
     """One program: `broadcast_tile` of its number."""
-    broadcast_tile(tl.program_id(0), ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region,
-                   batches, T, SCORE, CAPTURED, MASK)  # fmt: skip
+    broadcast_tile(tl.program_id(0), ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group), (batches, region[0]),
+                   (left, right, region[1]), scale, score_args, T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
 @jit
-def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region, batches,
-                   T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def broadcast_tile(program, ptrs, strides, spans, items, band, scale, score_args, T: tl.constexpr, SCORE: tl.constexpr,
+                   CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """The gradient of a captured tensor, or what `sum_shared` makes it of.
 
     CAPTURED = (its contribution, its modifier's place in the chain, then which axes of (batch, heads_q, seqlen_q, seqlen_k)
     the tensor lacks; not both of the last two). ptrs = (q, k, v, dout, rows, the result); strides of q, k, v, dout, rows.
-    region = ((seqused_q, seqused_k), None where absent; arguments of the predicates MASK).
+    spans: the `Sizes` of the tensors; items = (how many, (seqused_q, seqused_k), None where absent); band = (left, right,
+    arguments of the predicates MASK).
     The result is float32, float64 where T.wide, or the tensor's type: with query and key axis the gradient itself; else (own,
     shared, n), own and shared counting the batch entries and heads, n queries or keys.
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     WIDE = tl.float64 if T.wide else tl.float32
-    out_ptr, band, seed = ptrs[5], (left, right, region[1]), load_seed(score_args, T)
+    seqlen_q, seqlen_k, heads, group = spans
+    batches, used_ptrs = items
+    left, right = band[0], band[1]
+    out_ptr, seed = ptrs[5], load_seed(score_args, T)
     tiles_q, tiles_k = tl.cdiv(seqlen_q, BLOCK_Q), tl.cdiv(seqlen_k, BLOCK_K)
     shared_batches = batches if CAPTURED[2] else 1
     shared_heads = heads if CAPTURED[3] else 1
@@ -114,19 +119,19 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
             count = tl.where((key >= lo) & (key < hi), shared, 0)
         for n in tl.range(0, count):
             batch, head = own // own_heads + n // shared_heads, own % own_heads + n % shared_heads
-            queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
+            queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
             sizes = Sizes(queries, keys, heads, group)
             if T.items.ragged:
                 lo, _, _, hi, _ = tiles_seen(row, queries, keys, left, right, T.mask.left, T.mask.right, BLOCK_Q, BLOCK_K, T)
                 if (key >= lo) & (key < hi):
                     here = load_queries(ptrs, strides, sizes, batch, head, row, T)
                     there = load_keys(ptrs, strides, sizes, batch, head, key, T)
-                    total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                    total += tile_contribution(here, there, sizes, (batch, head, row, key), seed, scale, band, score_args,
                                                T, SCORE, CAPTURED, MASK)  # fmt: skip
             else:
                 here = load_queries(ptrs, strides, sizes, batch, head, row, T)
                 there = load_keys(ptrs, strides, sizes, batch, head, key, T)
-                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                total += tile_contribution(here, there, sizes, (batch, head, row, key), seed, scale, band, score_args,
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
         index, column = row + tl.arange(0, BLOCK_Q)[:, None], key + tl.arange(0, BLOCK_K)[None, :]
         element = (own.to(tl.int64) * seqlen_q + index) * seqlen_k + column
@@ -138,7 +143,7 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
         own = (0 if CAPTURED[2] else batch) * own_heads + (0 if CAPTURED[3] else head)
         place = own * shared + (batch if CAPTURED[2] else 0) * shared_heads + (head if CAPTURED[3] else 0)
         place = tl.cast(place, tl.int64)
-        queries, keys = lengths_of(batch, region[0], seqlen_q, seqlen_k)
+        queries, keys = lengths_of(batch, used_ptrs, seqlen_q, seqlen_k)
         sizes = Sizes(queries, keys, heads, group)
         if CAPTURED[4]:
             key = tile * BLOCK_K
@@ -148,7 +153,7 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
             for row in tl.range(lo, hi, BLOCK_Q):
                 row = row // BLOCK_Q * BLOCK_Q
                 here = load_queries(ptrs, strides, sizes, batch, head, row, T)
-                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                total += tile_contribution(here, there, sizes, (batch, head, row, key), seed, scale, band, score_args,
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
             column = key + tl.arange(0, BLOCK_K)
             tl.store(out_ptr + place * seqlen_k + column, tl.sum(total, 0), mask=column < seqlen_k)
@@ -160,7 +165,7 @@ def broadcast_tile(program, ptrs, strides, seqlen_q, seqlen_k, heads, group, lef
             for key in tl.range(lo, hi, BLOCK_K):
                 key = key // BLOCK_K * BLOCK_K
                 there = load_keys(ptrs, strides, sizes, batch, head, key, T)
-                total += tile_contribution(here, there, sizes, band, batch, head, row, key, seed, scale, score_args,
+                total += tile_contribution(here, there, sizes, (batch, head, row, key), seed, scale, band, score_args,
                                            T, SCORE, CAPTURED, MASK)  # fmt: skip
             index = row + tl.arange(0, BLOCK_Q)
             tl.store(out_ptr + place * seqlen_q + index, tl.sum(total, 1), mask=index < seqlen_q)

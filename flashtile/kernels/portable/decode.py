@@ -178,8 +178,8 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
             store_part(out_ptrs, rows, tl.program_id(2), token, head, heads, counts, lengths[0], seqlen_q, batch, T)
     if SPLIT == 0:
         rows = scored(rows, T)
-        write(rows, out_ptrs, in_ptrs[4], strides[4], strides[5], seat, row, head, heads, seqlen_q, exists, counts, 0,
-              T.columns_v, T)  # fmt: skip
+        write(rows, (out_ptrs[0], out_ptrs[1], in_ptrs[4]), (strides[4], strides[5]), seat, (row, head), heads, seqlen_q,
+              exists, counts, 0, T.columns_v, T)  # fmt: skip
 
 
 @jit

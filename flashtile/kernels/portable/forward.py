@@ -13,6 +13,7 @@ from flashtile.kernels.device.score import locate, logits
 from flashtile.kernels.device.softmax import Rows, add_sink, empty_rows, entropy_of, finish, fold, scored
 from flashtile.kernels.device.stored import operand_of, scale_of_head, scales_of_rows
 from flashtile.kernels.device.varlen import slab, tile_of
+from flashtile.kernels.portable.opening import Scene
 from flashtile.triton_glue.language import PLAIN_INTEGERS, constexpr, jit, tl
 
 LIFT = constexpr(256.0)  # of probabilities in e4m3: from 2^-14 on they have all its bits
@@ -36,19 +37,21 @@ def center_of(v_head, strides, ends, T: tl.constexpr):
 
 
 @jit
-def forward_step(rows, q, k_ptr, v_ptr, strides, sizes, ends, place, start, scale, band, score_args, scales, center,
-                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def forward_step(rows, q, start, scene, scales, center, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                 MASK: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows.
 
-    ends = (first, end) keys that this query tile sees at all; place = (batch, head, row indices as a column,
-    the first of them, seed of dropout). scales, where T.stored: (those of k, of v, slab, first key's row, key/value head, those
-    of the query rows). center: what values are taken less of, where T.centers.
+    scales, where T.stored: (those of k, of v, slab, first key's row, key/value head, those of the query rows). center: what
+    values are taken less of, where T.centers.
     """
     BLOCK_K: tl.constexpr = T.block_k
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, _ = scene
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here, and a bias is read by wide loads
     first, end = ends[0] - start, ends[1] - start
-    k = load_tile(k_ptr + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
-    v = load_tile(v_ptr + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED)
+    k = load_tile(kv_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    v = load_tile(
+        kv_ptrs[1] + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED
+    )
     if T.stored != "":
         KIND: tl.constexpr = q[0].dtype
         k = operand_of(k, KIND, T)
@@ -96,15 +99,16 @@ def keep_statistics(rows, in_ptrs, out_ptrs, strides, head, at_rows, item, index
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: `forward_tile` of its number."""
-    forward_tile(tl.program_id(0), tl.num_programs(0), in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left,
-                 right, scale, score_args, region, T, SCORE, MASK)  # fmt: skip
+    forward_tile((tl.program_id(0), tl.num_programs(0)), in_ptrs, out_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                 (left, right, region[1]), scale, score_args, region, T, SCORE, MASK)  # fmt: skip
 
 
 @jit
-def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
-                 region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """One query tile of one head, of all `tiles`.
+def forward_tile(program, in_ptrs, out_ptrs, strides, spans, band, scale, score_args, region, T: tl.constexpr,
+                 SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """One query tile of one head; program = (its number, how many there are).
 
+    spans: the `Sizes` of the tensors; band = (left, right, region[1]).
     in_ptrs = (q, k, v, sink or None); out_ptrs = (out, lse, stats), and where T.statistics also each row's (peak, entropy), of
     which one may be None; strides of q, k, v, out, sink (heads_q,); where T.stored behind both q_scale, k_scale and v_scale.
 
@@ -116,8 +120,9 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     """
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
-    band = (left, right, region[1])
-    tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
+    seqlen_q, seqlen_k, heads, group = spans
+    left, right = band[0], band[1]
+    tile, head, item, _ = tile_of(program[0], program[1], region[0], seqlen_q, seqlen_q, seqlen_k, heads, BLOCK_Q, False, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     row = tile * BLOCK_Q
     lo, full_lo, full_hi, hi, ends = tiles_seen(
@@ -148,6 +153,7 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
     q = aligned_parts(q, T)
     seed = load_seed(score_args, T)
     place = (item.batch, head, index[:, None], row, seed)
+    scene = Scene((k_head, v_head), strides, sizes, ends, place, scale, band, score_args)
     center = center_of(v_head, strides, ends, T) if T.centers else None
     rows = empty_rows(BLOCK_Q, T.columns_v, T)
     if T.mask.blocks_k > 0:
@@ -155,23 +161,18 @@ def forward_tile(number, tiles, in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, 
         PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                center, True, T, SCORE, MASK)  # fmt: skip
+            rows = forward_step(rows, q, start, scene, scales, center, True, T, SCORE, MASK)
         for step in tl.range(partial * PER, visited * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                center, False, T, SCORE, MASK)  # fmt: skip
+            rows = forward_step(rows, q, start, scene, scales, center, False, T, SCORE, MASK)
     else:
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args,
-                                    scales, center, True, T, SCORE, MASK)  # fmt: skip
+                rows = forward_step(rows, q, start, scene, scales, center, True, T, SCORE, MASK)
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                center, False, T, SCORE, MASK)  # fmt: skip
+            rows = forward_step(rows, q, start, scene, scales, center, False, T, SCORE, MASK)
         for start in tl.range(full_hi, hi, BLOCK_K):
-            rows = forward_step(rows, q, k_head, v_head, strides, sizes, ends, place, start, scale, band, score_args, scales,
-                                center, True, T, SCORE, MASK)  # fmt: skip
+            rows = forward_step(rows, q, start, scene, scales, center, True, T, SCORE, MASK)
 
     if T.statistics != "":
         keep_statistics(rows, in_ptrs, out_ptrs, strides, head, per_head * seqlen_q + item.first_q, item, index, T)

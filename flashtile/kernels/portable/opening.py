@@ -1,9 +1,29 @@
-"""How a program begins: which tile of which head the `number`-th of `tiles` is, and what that sees."""
+"""How a program begins: which tile of which head the `number`-th of `tiles` is, what that sees, what its walk carries along."""
+
+from typing import Any, NamedTuple
 
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen
 from flashtile.kernels.device.varlen import slab, tile_of
 from flashtile.triton_glue.language import jit, tl
+
+
+class Scene(NamedTuple):
+    """What all steps of a walk share: which program it is, and what the kernel was given.
+
+    place = (batch, head of the tile's own tensors, its indices along their axis, the first of them, seed of dropout), so far as
+    steps ask.
+    """
+
+    ptrs: Any  # of what is walked, at the item's first row; of its head where keys are walked, else of head 0
+    strides: Any  # of all tensors, as the kernel has them
+    sizes: Any  # `Sizes` of the item
+    ends: Any  # (first, end) of those that see this tile, or that it sees
+    place: Any
+    scale: Any
+    band: Any  # (left, right, arguments of the predicates)
+    score_args: Any  # of the modifiers
+    extra_args: Any = None  # of captured tensors: their tangents', or for `capture` where their gradients go
 
 
 @jit

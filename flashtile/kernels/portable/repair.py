@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashtile.kernels.device.exponential import FAR
+from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.device.sums import sum_partials
 from flashtile.kernels.device.varlen import slab, tile_of
@@ -57,8 +58,8 @@ def repair_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group,
             head_rows = (slab(item, T) * heads + head).to(tl.int64) * seqlen_q
             lse = tl.load(out_ptrs[1] + head_rows + item.first_q + index, mask=index < item.q, other=0.0)
             if tl.max(((tl.abs(lse) < FAR) == 0).to(tl.int32)) > 0:
-                forward_tile(number, region[1][1], in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
-                             scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
+                forward_tile((number, region[1][1]), in_ptrs, out_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                             (left, right, region[0][1]), scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -80,8 +81,9 @@ def repair_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, rig
                 tile_of_delta(number, region[1][1], region[1][3], region[1][2], region[1][4], seqlen_q, seqlen_k, heads,
                               region[0][0], T)  # fmt: skip
                 tl.debug_barrier()
-            tile_of_queries(number, region[1][1], in_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale,
-                            score_args, grad_args, region[0], T, SCORE, CAPTURED, MASK)  # fmt: skip
+            tile_of_queries((number, region[1][1]), in_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                            (left, right, region[0][1]), scale, (score_args, grad_args), region[0], T, SCORE, CAPTURED,
+                            MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -89,8 +91,8 @@ def repair_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, l
                 T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     if is_far(region[1][0]):
         for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
-            tile_of_keys(number, region[1][1], in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right,
-                         scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
+            tile_of_keys((number, region[1][1]), in_ptrs, grad_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+                         (left, right, region[0][1]), scale, score_args, region[0], T, SCORE, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=[*PLAIN_INTEGERS, "batches"])
@@ -98,8 +100,8 @@ def repair_broadcast(ptrs, strides, seqlen_q, seqlen_k, heads, group, left, righ
                      T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     if is_far(region[1][0]):
         for number in tl.range(tl.program_id(0), region[1][1], tl.num_programs(0)):
-            broadcast_tile(number, ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args, region[0],
-                           batches, T, SCORE, CAPTURED, MASK)  # fmt: skip
+            broadcast_tile(number, ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group), (batches, region[0][0]),
+                           (left, right, region[0][1]), scale, score_args, T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
 @jit(do_not_specialize=["count", "heads"])

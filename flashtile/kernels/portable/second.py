@@ -21,7 +21,7 @@ from flashtile.kernels.device.product import (
     transposed,
 )
 from flashtile.kernels.device.score import locate
-from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
+from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.tangent import product_tangent
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
@@ -68,11 +68,12 @@ def gradient_products(dout, tdout, v, tv, survives, factor, like, T: tl.constexp
 
 
 @jit
-def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                      MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
-                      MASK: tl.constexpr):  # fmt: skip
+def second_query_step(dq, queries, fields, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                      ALONG: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add the key tile at `start` to a query tile's sum; queries = parts of (q, tq, dout, tdout)."""
     BLOCK_K: tl.constexpr = T.block_k
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, moved_args = scene
+    args = (score_args, moved_args)
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(kv_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
@@ -97,11 +98,11 @@ def second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place,
     traw = tl.zeros_like(raw)
     if T.moves_q or T.moves_k:
         traw = product_tangent(queries[0], queries[1], k_t, transposed(tk, T), T)
-    p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
+    directed = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
     v_t, tv_t = transposed(aligned_parts(v, T), T), transposed(aligned_parts(tv, T), T)
-    dp, tdp = gradient_products(queries[2], queries[3], v_t, tv_t, survives, place[4].factor, p, T, False)
-    ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
+    dp, tdp = gradient_products(queries[2], queries[3], v_t, tv_t, survives, place[4].factor, directed[0], T, False)
+    ds, ds2 = directed_gradients(directed, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
     dq = add_rounded(dq, ds2, k, T)
     if T.moves_k:
         dq = add_rounded(dq, ds, tk, T)
@@ -152,29 +153,25 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     level, norm, mean, delta, tdelta = load_fields(fields_ptr, row, item.q, BLOCK_Q, True)
     fields = (level[:, None], norm[:, None], mean[:, None], delta[:, None], tdelta[:, None])
     place = (item.batch, head, index[:, None], row, load_seed(args[0], T))
+    scene = Scene(kv_ptrs, strides, sizes, ends, place, scale, band, args[0], args[1])
     dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
     if T.mask.blocks_k > 0:
         indices, partial, visited = block_list(region[2], item.batch, head, row // T.mask.blocks_q)
         PER: tl.constexpr = T.mask.blocks_k // BLOCK_K
         for step in tl.range(0, partial * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                   True, T, SCORE, ALONG, MASK)  # fmt: skip
+            dq = second_query_step(dq, queries, fields, start, scene, True, T, SCORE, ALONG, MASK)
         for step in tl.range(partial * PER, visited * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                   False, T, SCORE, ALONG, MASK)  # fmt: skip
+            dq = second_query_step(dq, queries, fields, start, scene, False, T, SCORE, ALONG, MASK)
     else:
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                       True, T, SCORE, ALONG, MASK)  # fmt: skip
+                dq = second_query_step(dq, queries, fields, start, scene, True, T, SCORE, ALONG, MASK)
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                   False, T, SCORE, ALONG, MASK)  # fmt: skip
+            dq = second_query_step(dq, queries, fields, start, scene, False, T, SCORE, ALONG, MASK)
         for start in tl.range(full_hi, hi, BLOCK_K):
-            dq = second_query_step(dq, queries, fields, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                   True, T, SCORE, ALONG, MASK)  # fmt: skip
+            dq = second_query_step(dq, queries, fields, start, scene, True, T, SCORE, ALONG, MASK)
     if T.items.ragged:  # rows that do not count may have met an infinite key
         dq = tl.where((index < item.q)[:, None], dq, 0.0)
     dq_tile = dq_ptr + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
@@ -195,15 +192,16 @@ def add_by_key(acc, x, parts, T: tl.constexpr):
 
 
 @jit
-def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, start, span, scale, band, args,
-                    MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
-                    MASK: tl.constexpr):  # fmt: skip
+def second_key_step(dk, dv, keys, walk, start, span, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                    ALONG: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Add one query tile of one head to the sums of a key tile (scores: keys x queries, or where T.upright queries x keys).
 
-    keys = parts of (k, v, tk, tv); in_ptrs = (q, tq, dout, tdout, rows) at the item's first row of head 0; walk, ends and place
-    as in the backward; span: rows of the tensors.
+    keys = parts of (k, v, tk, tv); scene.ptrs = (q, tq, dout, tdout, rows) of head 0; walk as in the backward; span: rows of
+    the tensors.
     """
     BLOCK_Q: tl.constexpr = T.block_q
+    in_ptrs, strides, sizes, ends, place, scale, band, score_args, moved_args = scene
+    args = (score_args, moved_args)
     batch, head = place[0], place[1]
     start = tl.multiple_of(start, BLOCK_Q)
     if T.grouped:
@@ -245,7 +243,8 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
         q_t = transposed(q, T)
         raw = score_product(keys[0], q_t, T)
         traw = product_tangent(keys[2], keys[0], transposed(tq, T), q_t, T) if MOVES else tl.zeros_like(raw)
-    p, bend, scores, slopes = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
+    directed = directed_probabilities(raw, traw, fields, at, keep, scale, args, MASKED, T, SCORE, ALONG)
+    p, bend, _, _ = directed
     survives = kept(place[4], batch * sizes.heads + head, start, place[3], not T.upright, T)
     if T.has_dout:
         dv = add_by_key(dv, dropped(p * bend, survives, place[4], T), dout, T)
@@ -257,7 +256,7 @@ def second_key_step(dk, dv, keys, in_ptrs, strides, sizes, ends, place, walk, st
     else:
         dout_t, tdout_t = transposed(dout, T), transposed(tdout, T)
         dp, tdp = gradient_products(dout_t, tdout_t, keys[1], keys[3], survives, place[4].factor, p, T, True)
-    ds, ds2 = directed_gradients(p, bend, scores, slopes, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
+    ds, ds2 = directed_gradients(directed, dp, tdp, fields, at, keep, args, MASKED, T, SCORE, ALONG)
     dk = add_by_key(dk, ds2, q, T)
     if T.moves_q:
         dk = add_by_key(dk, ds, tq, T)
@@ -315,6 +314,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     if T.has_tdout:
         tdout_ptr = in_ptrs[7] + wide * strides[9][0] + row_offset(item.first_q, strides[9])
     start_ptrs = (q_ptr, tq_ptr, dout_ptr, tdout_ptr, in_ptrs[8] + wide * heads * (FIELDS * seqlen_q) + FIELDS * item.first_q)
+    scene = Scene(start_ptrs, strides, sizes, ends, place, scale, band, args[0], args[1])
     members = group if T.grouped else 1
     if T.mask.blocks_q > 0:
         PER: tl.constexpr = T.mask.blocks_q // BLOCK_Q
@@ -323,26 +323,21 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
             indices, partial, visited = block_list(region[2], item.batch, head_kv * members + member, column // T.mask.blocks_k)
             for step in tl.range(0, partial * PER):
                 start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
-                dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, whole, start, seqlen_q, scale,
-                                         band, args, True, T, SCORE, ALONG, MASK)  # fmt: skip
+                dk, dv = second_key_step(dk, dv, keys, whole, start, seqlen_q, scene, True, T, SCORE, ALONG, MASK)
             for step in tl.range(partial * PER, visited * PER):
                 start = member * whole[1] + block_start(indices, step, T.mask.blocks_q, BLOCK_Q)
-                dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, whole, start, seqlen_q, scale,
-                                         band, args, False, T, SCORE, ALONG, MASK)  # fmt: skip
+                dk, dv = second_key_step(dk, dv, keys, whole, start, seqlen_q, scene, False, T, SCORE, ALONG, MASK)
     else:
         if T.mask.right or T.mask.pads_keys:
             before = (lo, tl.cdiv(full_lo - lo, BLOCK_Q) * BLOCK_Q)
             for start in tl.range(lo, lo + before[1] * members, BLOCK_Q):
-                dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, before, start, seqlen_q, scale,
-                                         band, args, True, T, SCORE, ALONG, MASK)  # fmt: skip
+                dk, dv = second_key_step(dk, dv, keys, before, start, seqlen_q, scene, True, T, SCORE, ALONG, MASK)
         inner = (full_lo, full_hi - full_lo)
         for start in tl.range(full_lo, full_lo + inner[1] * members, BLOCK_Q):
-            dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, inner, start, seqlen_q, scale,
-                                     band, args, False, T, SCORE, ALONG, MASK)  # fmt: skip
+            dk, dv = second_key_step(dk, dv, keys, inner, start, seqlen_q, scene, False, T, SCORE, ALONG, MASK)
         after = (full_hi, tl.cdiv(hi - full_hi, BLOCK_Q) * BLOCK_Q)
         for start in tl.range(full_hi, full_hi + after[1] * members, BLOCK_Q):
-            dk, dv = second_key_step(dk, dv, keys, start_ptrs, strides, sizes, ends, place, after, start, seqlen_q, scale,
-                                     band, args, True, T, SCORE, ALONG, MASK)  # fmt: skip
+            dk, dv = second_key_step(dk, dv, keys, after, start, seqlen_q, scene, True, T, SCORE, ALONG, MASK)
 
     keys_own = item.span_k - column
     if grad_ptrs[0] is not None:

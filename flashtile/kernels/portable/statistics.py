@@ -16,7 +16,7 @@ from flashtile.kernels.device.product import add_product, aligned_parts, free_pa
 from flashtile.kernels.device.score import locate, stages
 from flashtile.kernels.device.softmax import entropy_of
 from flashtile.kernels.device.stream import await_stream
-from flashtile.kernels.portable.opening import key_tile, keys_seen, query_tile
+from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
@@ -56,13 +56,13 @@ def entropy_slopes(scores, keep, lse, entropy, arriving, at, score_args, T: tl.c
 
 
 @jit
-def spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band, args,
-                MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def spread_step(rows, q, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):
     """Fold the key tile at `start` into the rows."""
     BLOCK_K: tl.constexpr = T.block_k
+    k_ptrs, strides, sizes, ends, place, scale, band, args, _ = scene
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
-    k = load_tile(k_head + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    k = load_tile(k_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
@@ -102,15 +102,16 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     q = aligned_parts(load_tile(q, strides[0], 0, item.q - row, T.head_dim, BLOCK_Q, T.columns, True), T)
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
     place = (item.batch, head, index[:, None])
+    scene = Scene((k_head,), strides, sizes, ends, place, scale, band, args)
     none = tl.zeros([BLOCK_Q], WIDE)
     rows = Spread(tl.full([BLOCK_Q], float("-inf"), WIDE), none, none)
     if T.mask.left:
         for start in tl.range(lo, full_lo, BLOCK_K):
-            rows = spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE, MASK)
+            rows = spread_step(rows, q, start, scene, True, T, SCORE, MASK)
     for start in tl.range(full_lo, full_hi, BLOCK_K):
-        rows = spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band, args, False, T, SCORE, MASK)
+        rows = spread_step(rows, q, start, scene, False, T, SCORE, MASK)
     for start in tl.range(full_hi, hi, BLOCK_K):
-        rows = spread_step(rows, q, k_head, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE, MASK)
+        rows = spread_step(rows, q, start, scene, True, T, SCORE, MASK)
     counts, here = index < item.q, index < item.span_q
     at_rows = (batch * heads + head).to(tl.int64) * seqlen_q + item.first_q + index
     if out_ptrs[0] is not None:
@@ -124,13 +125,14 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
 
 
 @jit
-def key_mass(q, lse, k_head, strides, item, sizes, head, index, column, width, scale, band, args,
-             T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """What probability KEYS keys from `column` on, of which `width` are there, receive from a tile of queries."""
+def key_mass(q, lse, index, column, scene, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr):
+    """What probability KEYS keys from `column` on receive from a tile of queries, which `index` says."""
+    k_ptrs, strides, sizes, _, place, scale, band, args, _ = scene
+    width = sizes.k - column
     key = column + tl.arange(0, KEYS)[:, None]
-    k = k_head + row_offset(column, strides[1])
+    k = k_ptrs[0] + row_offset(column, strides[1])
     k = aligned_parts(load_tile(k, strides[1], 0, width, T.head_dim, KEYS, T.columns, True), T)
-    at = locate(item.batch, head, index[None, :], key, sizes, T.mask.pads_keys)
+    at = locate(place[0], place[1], index[None, :], key, sizes, T.mask.pads_keys)
     keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
     y = tile_stages(k, transposed(q, T), at, scale, args, T, SCORE)[len(SCORE) // 2]
     return tl.sum(tl.where(keep & (lse != float("inf"))[None, :], exp(y - finite(lse)[None, :], T), 0.0), 1)
@@ -157,6 +159,7 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
     )
     lo, _, _, hi, ends = queries_of
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
+    scene = Scene((k_head,), strides, sizes, ends, (item.batch, head), scale, band, args)
     q_head = in_ptrs[0] + head_offset(batch, head, strides[0]) + row_offset(item.first_q, strides[0])
     lse_head = in_ptrs[2] + (batch * heads + head).to(tl.int64) * seqlen_q + item.first_q
     mass_head = mass_ptr + (batch * heads + head).to(tl.int64) * seqlen_k + item.first_k
@@ -177,14 +180,12 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
         index = start + tl.arange(0, BLOCK_Q)
         lse = tl.load(lse_head + index, mask=(index < item.q) & (index >= first_row), other=float("inf")).to(WIDE)
         if PARTS == 1:
-            mass += key_mass(q, lse, k_head, strides, item, sizes, head, index, column, item.k - column, scale, band, args, T,
-                             SCORE, MASK, KEYS)  # fmt: skip
+            mass += key_mass(q, lse, index, column, scene, T, SCORE, MASK, KEYS)
         else:
             if start > lo:
                 tl.debug_barrier()  # what other threads may have left
             for key in tl.range(column, tl.minimum(column + BLOCK_K, item.span_k), KEYS):
-                part = key_mass(q, lse, k_head, strides, item, sizes, head, index, key, item.k - key, scale, band, args, T,
-                                SCORE, MASK, KEYS)  # fmt: skip
+                part = key_mass(q, lse, index, key, scene, T, SCORE, MASK, KEYS)
                 keys = key + tl.arange(0, KEYS)
                 if start > lo:  # queries before have left theirs
                     part += tl.load(mass_head + keys, mask=keys < item.span_k, other=0.0)
@@ -204,13 +205,14 @@ def load_entropies(in_ptrs, at_rows, here, T: tl.constexpr):
 
 
 @jit
-def entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
-                       MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add the key tile at `start` to a query tile's sum."""
+def entropy_query_step(dq, q, known, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                       MASK: tl.constexpr):  # fmt: skip
+    """Add the key tile at `start` to a query tile's sum; known = what `load_entropies` gave."""
     BLOCK_K: tl.constexpr = T.block_k
+    k_ptrs, strides, sizes, ends, place, scale, band, args, _ = scene
     start = start // BLOCK_K * BLOCK_K
     first, end = ends[0] - start, ends[1] - start
-    k = load_tile(k_head + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
+    k = load_tile(k_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
     at = locate(place[0], place[1], place[2], key, sizes, MASKED and T.mask.pads_keys)
     keep = seen(at, place[2], key, sizes, band, MASKED, T, MASK)
@@ -247,18 +249,16 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
     at_rows = (batch * heads + head).to(tl.int64) * seqlen_q + item.first_q + index
     known = load_entropies(in_ptrs, at_rows, index < item.q, T)
     place = (item.batch, head, index[:, None])
+    scene = Scene((k_head,), strides, sizes, ends, place, scale, band, args)
     if out_ptrs[0] is not None:
         dq = tl.zeros([BLOCK_Q, COLUMNS], WIDE)
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
-                                        True, T, SCORE, MASK)  # fmt: skip
+                dq = entropy_query_step(dq, q, known, start, scene, True, T, SCORE, MASK)
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
-                                    False, T, SCORE, MASK)  # fmt: skip
+            dq = entropy_query_step(dq, q, known, start, scene, False, T, SCORE, MASK)
         for start in tl.range(full_hi, hi, BLOCK_K):
-            dq = entropy_query_step(dq, q, known, k_head, strides, sizes, ends, place, start, scale, band, args,
-                                    True, T, SCORE, MASK)  # fmt: skip
+            dq = entropy_query_step(dq, q, known, start, scene, True, T, SCORE, MASK)
         if T.items.ragged:  # rows that do not count may have met an infinite key
             dq = tl.where((index < item.q)[:, None], dq, 0.0)
         dq_tile = out_ptrs[0] + head_offset(batch, head, strides[3]) + row_offset(row_q, strides[3])
@@ -271,16 +271,16 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
 
 
 @jit
-def entropy_key_step(dk, k, key, in_ptrs, strides, sizes, ends, place, start, span, scale, band, args,
-                     T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Add the query tile at `start` of one head to a key tile's sum; in_ptrs at the item's first row of head 0."""
+def entropy_key_step(dk, k, head, start, span, scene, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):
+    """Add the query tile at `start` of one head to a key tile's sum; scene.ptrs at head 0, span: rows of the tensors."""
     BLOCK_Q: tl.constexpr = T.block_q
-    start, head = start // BLOCK_Q * BLOCK_Q, place[1]
+    in_ptrs, strides, sizes, ends, place, scale, band, args, _ = scene
+    start = start // BLOCK_Q * BLOCK_Q
     q = in_ptrs[0] + column_offset(head, strides[0]) + row_offset(start, strides[0])
     q = load_tile(q, strides[0], ends[0] - start, ends[1] - start, T.head_dim, BLOCK_Q, T.columns, True)
     index = start + tl.arange(0, BLOCK_Q)
-    at = locate(place[0], head, index[None, :], key, sizes, T.mask.pads_keys)
-    keep = seen(at, index[None, :], key, sizes, band, True, T, MASK)
+    at = locate(place[0], head, index[None, :], place[2], sizes, T.mask.pads_keys)
+    keep = seen(at, index[None, :], place[2], sizes, band, True, T, MASK)
     if T.mask.predicate:
         q = zero_unseen(q, keep, 0)
     q = aligned_parts(q, T)
@@ -312,11 +312,11 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     rows = wide * heads * seqlen_q + item.first_q
     own = (in_ptrs[0] + wide * strides[0][0] + row_offset(item.first_q, strides[0]), in_ptrs[1], in_ptrs[2] + rows,
            in_ptrs[3] + rows, in_ptrs[4] + rows)  # fmt: skip
+    scene = Scene(own, strides, sizes, ends, (item.batch, head_kv, key), scale, band, args)
     dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
     for member in tl.range(0, group):
-        place = (item.batch, head_kv * group + member)
+        head = head_kv * group + member
         for start in tl.range(lo, hi, BLOCK_Q):
-            dk = entropy_key_step(dk, k, key, own, strides, sizes, ends, place, start, seqlen_q, scale, band, args, T,
-                                  SCORE, MASK)  # fmt: skip
+            dk = entropy_key_step(dk, k, head, start, seqlen_q, scene, T, SCORE, MASK)
     dk_tile = dk_ptr + head_offset(batch, head_kv, strides[4]) + row_offset(column_k, strides[4])
     store_tile(dk_tile, strides[4], dk * scale, item.span_k - column, T.head_dim, BLOCK_K, T.columns)

@@ -26,7 +26,7 @@ from flashtile.kernels.device.product import (
     transposed,
 )
 from flashtile.kernels.device.score import locate, stages
-from flashtile.kernels.portable.opening import query_tile
+from flashtile.kernels.portable.opening import Scene, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse
 from flashtile.triton_glue.language import PLAIN_INTEGERS, jit, tl
 
@@ -55,15 +55,14 @@ def product_tangent(q, tq, k_t, tk_t, T: tl.constexpr):
 
 
 @jit
-def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
+def tile_scores(queries, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
                 MASK: tl.constexpr):  # fmt: skip
     """(scores, their tangents, which exist) of the key tile at `start`; scores are products unless T.modifiers.prescale.
 
-    queries = (q, its tangent), in parts; kv_ptrs = (k, v, their tangents); args = (score_args, moved_args); ends and place as
-    in the forward.
+    queries = (q, its tangent), in parts; scene.ptrs = (k, v, their tangents).
     """
     BLOCK_K: tl.constexpr = T.block_k
+    kv_ptrs, strides, sizes, ends, place, scale, band, score_args, moved_args = scene
     first, end = ends[0] - start, ends[1] - start
     k = load_tile(kv_ptrs[0] + row_offset(start, strides[1]), strides[1], first, end, T.head_dim, BLOCK_K, T.columns, MASKED)
     key = start + tl.arange(0, BLOCK_K)[None, :]
@@ -80,9 +79,9 @@ def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, ban
             tk_t = transposed(aligned_parts(tk, T), T)
         slope = product_tangent(queries[0], queries[1], k_t, tk_t, T)
     if T.modifiers.prescale:
-        scores = stages(score, at, scale, args[0], SCORE)
+        scores = stages(score, at, scale, score_args, SCORE)
         if T.bends:
-            slopes = slopes_of(slope, scores, at, scale, args[0], args[1], SCORE, ALONG)
+            slopes = slopes_of(slope, scores, at, scale, score_args, moved_args, SCORE, ALONG)
             slope = slopes[len(SCORE) // 2]
         score = scores[len(SCORE) // 2]
     else:
@@ -91,19 +90,18 @@ def tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, ban
 
 
 @jit
-def tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                 MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr,
-                 MASK: tl.constexpr):  # fmt: skip
+def tangent_step(rows, ref, queries, start, scene, MASKED: tl.constexpr, T: tl.constexpr, SCORE: tl.constexpr,
+                 ALONG: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Fold the key tile at `start` into the rows."""
     BLOCK_K: tl.constexpr = T.block_k
+    kv_ptrs, strides, sizes, ends, place, scale, _, _, _ = scene
     start = start // BLOCK_K * BLOCK_K  # which it is: the compiler learns it here
     first, end = ends[0] - start, ends[1] - start
     v = load_tile(
         kv_ptrs[1] + row_offset(start, strides[2]), strides[2], first, end, T.head_dim_v, BLOCK_K, T.columns_v, MASKED
     )
     survives = kept(place[4], place[0] * sizes.heads + place[1], place[3], start, False, T)
-    score, slope, keep = tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args, MASKED, T, SCORE,
-                                     ALONG, MASK)  # fmt: skip
+    score, slope, keep = tile_scores(queries, start, scene, MASKED, T, SCORE, ALONG, MASK)
     if MASKED:
         score = tl.where(keep, score, float("-inf"))
         if T.mask.predicate:
@@ -140,13 +138,11 @@ def tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start
 
 
 @jit
-def reference(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-              T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+def reference(queries, start, scene, T: tl.constexpr, SCORE: tl.constexpr, ALONG: tl.constexpr, MASK: tl.constexpr):
     """What T is near to in each row: its mean over the keys that the row sees of the tile at `start`, or else over the tile."""
     BLOCK_K: tl.constexpr = T.block_k
     start = start // BLOCK_K * BLOCK_K
-    _, slope, keep = tile_scores(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args, True, T, SCORE, ALONG,
-                                 MASK)  # fmt: skip
+    _, slope, keep = tile_scores(queries, start, scene, True, T, SCORE, ALONG, MASK)
     finite = tl.abs(slope) < float("inf")
     weight = tl.where(finite, tl.where(keep, 1.0, 2.0**-24), 0.0).to(slope.dtype)
     whole = tl.sum(weight, 1)
@@ -192,6 +188,7 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     queries, kv_ptrs = (q, tq), (k_head, v_head, tk_head, tv_head)
     seed = load_seed(args[0], T)
     place = (item.batch, head, index[:, None], row, seed)
+    scene = Scene(kv_ptrs, strides, sizes, ends, place, scale, band, args[0], args[1])
     none = tl.zeros([BLOCK_Q], WIDE)
     empty = tl.zeros([BLOCK_Q, COLUMNS_V], WIDE)
     rows, ref = Moving(empty, empty, tl.full([BLOCK_Q], float("-inf"), WIDE), none, none), none
@@ -201,29 +198,24 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
         if T.bends:
             if visited > 0:
                 start = block_start(indices, 0, T.mask.blocks_k, BLOCK_K)
-                ref = reference(queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args, T, SCORE, ALONG, MASK)
+                ref = reference(queries, start, scene, T, SCORE, ALONG, MASK)
         for step in tl.range(0, partial * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                True, T, SCORE, ALONG, MASK)  # fmt: skip
+            rows = tangent_step(rows, ref, queries, start, scene, True, T, SCORE, ALONG, MASK)
         for step in tl.range(partial * PER, visited * PER):
             start = block_start(indices, step, T.mask.blocks_k, BLOCK_K)
-            rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                False, T, SCORE, ALONG, MASK)  # fmt: skip
+            rows = tangent_step(rows, ref, queries, start, scene, False, T, SCORE, ALONG, MASK)
     else:
         if T.bends:
             if lo < hi:
-                ref = reference(queries, kv_ptrs, strides, sizes, ends, place, lo, scale, band, args, T, SCORE, ALONG, MASK)
+                ref = reference(queries, lo, scene, T, SCORE, ALONG, MASK)
         if T.mask.left:
             for start in tl.range(lo, full_lo, BLOCK_K):
-                rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                    True, T, SCORE, ALONG, MASK)  # fmt: skip
+                rows = tangent_step(rows, ref, queries, start, scene, True, T, SCORE, ALONG, MASK)
         for start in tl.range(full_lo, full_hi, BLOCK_K):
-            rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                False, T, SCORE, ALONG, MASK)  # fmt: skip
+            rows = tangent_step(rows, ref, queries, start, scene, False, T, SCORE, ALONG, MASK)
         for start in tl.range(full_hi, hi, BLOCK_K):
-            rows = tangent_step(rows, ref, queries, kv_ptrs, strides, sizes, ends, place, start, scale, band, args,
-                                True, T, SCORE, ALONG, MASK)  # fmt: skip
+            rows = tangent_step(rows, ref, queries, start, scene, True, T, SCORE, ALONG, MASK)
 
     acc, turn, top, total, mean = rows.acc, rows.turn, rows.top, rows.total, rows.mean
     if not T.modifiers.prescale:
