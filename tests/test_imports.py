@@ -339,3 +339,22 @@ with language.compiling("cuda"):
 triton_key()
 assert triton_key.cache_info().misses == 1
 """)
+
+
+def test_a_kernel_s_key_on_disk_is_the_same_whatever_was_looked_for_before() -> None:
+    """By KEY_BY_ORDER in `workarounds.py`; constants of one name, which Triton sorts by their modules' addresses, are equal."""
+    pytest.importorskip("triton")
+    fresh("""
+from flashtile.kernels.portable.backward import attention_backward_queries as queries
+from flashtile.kernels.sm90.backward.kernel import attention_backward as backward
+from flashtile.kernels.sm90.forward.kernel import attention_forward as forward
+from flashtile.triton_glue.language import compiling, constexpr
+for kernel in (forward, backward, queries):
+    with compiling("cuda"):
+        alone = kernel.cache_key
+        kernel.hash = None  # what it calls is known now
+        assert kernel.cache_key == alone, kernel
+    known = [(name, value) for (name, _), (value, _) in kernel.used_global_vals.items()]
+    constants = {(name, str(value)) for name, value in known if isinstance(value, constexpr)}
+    assert len(constants) == len(dict(constants)), sorted(constants)
+""")

@@ -17,7 +17,6 @@ HOST_PARAMETERS = 12
 PUBLIC_PARAMETERS = 16  # functions that `__all__` names, of flashtile, and its distributed, ops and jax
 KERNEL_PARAMETERS = 16  # @jit functions that are launched: each is a word for the driver
 DEVICE_PARAMETERS = 12  # @jit functions that other @jit functions call, inlined
-HOPPER_PARAMETERS = 17  # the same in kernels/sm90: the widest step today, not to grow
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,19 +38,17 @@ def breaches(root: Path) -> Iterator[str]:
         for function in functions(tree):
             if (root / "flashtile" / "compat") in path.parents:  # its signatures are those of other libraries
                 continue
-            kind, most = limit(function, public, called, (root / "flashtile" / "kernels" / "sm90") in path.parents)
+            kind, most = limit(function, public, called)
             count = parameters(function)
             if count > most:
                 place = f"{path.relative_to(root)}:{function.lineno}"
                 yield f"{place}: {kind} {function.name} has {count} parameters; at most {most}"
 
 
-def limit(function: Function, public: set[str], called: set[str], hopper: bool) -> tuple[str, int]:
+def limit(function: Function, public: set[str], called: set[str]) -> tuple[str, int]:
     """(what a function is, how many parameters it may have)."""
     if is_jit(function):
-        if function.name in called:
-            return "device function", HOPPER_PARAMETERS if hopper else DEVICE_PARAMETERS
-        return "kernel", KERNEL_PARAMETERS
+        return ("device function", DEVICE_PARAMETERS) if function.name in called else ("kernel", KERNEL_PARAMETERS)
     return ("public function", PUBLIC_PARAMETERS) if function.name in public else ("function", HOST_PARAMETERS)
 
 

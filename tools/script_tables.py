@@ -291,8 +291,9 @@ def builds(folder: Path) -> str:
     of = {name: " and ".join(told[f"costs-{name}", which] for which in ("forward", "backward")) for name in ("bias", "dropout")}
     return fill(
         f"On an H200 forward and backward with a bias take {of['bias']} of their time at c6ffcb5, with dropout {of['dropout']} "
-        f"(causal; {commit}, medians of {starts} processes a build). The kernels of a bias are the same. What is new are "
-        "launches behind them, which compute rows again whose scores reach 10^3. The host's time of a small call is "
+        f"(causal; {commit}, medians of {starts} processes a build). A bias' passes note which rows have scores of 10^3 and "
+        "more, and launches behind them compute these again: one behind a forward, two behind a backward. The host's time of "
+        "a small call is "
         f"{least} to {most} of c6ffcb5's in {len(others)} cases, and {float(worst['of_base']):.3f} in one, where c6ffcb5's own "
         f"processes lie {float(worst['spread']):.3f} apart ([rows](benchmarks/others.md#builds-h200)).",
         120,

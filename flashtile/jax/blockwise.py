@@ -113,7 +113,8 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
         seen = scene.visible(at, block)
         block = scene.shown(block, seen)
         score = jnp.where(seen, scene.modified(scene.products(block), scene.modifiers(block), at, seen), -jnp.inf)
-        higher = jnp.maximum(top, score.max(-1))
+        # Any pivot serves, so none has a tangent; max's own, by who equals it, is NaN where XLA computes scores twice.
+        higher = jnp.maximum(top, lax.stop_gradient(score).max(-1))
         pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
         weight, decay = jnp.exp(score - pivot[..., None]), jnp.exp(top - pivot)
         kept = weight if p.dropout is None else jnp.where(scene.kept(at), weight, 0.0)
@@ -125,7 +126,7 @@ def _forward(p: AttentionProblem, arrays: Arrays, dtype: Any) -> Arrays:
     (top, total, out), _ = lax.scan(step, state, scene.blocks)
     if p.sink is not None:
         sink = arrays["sink"].astype(dtype)[:, None]
-        higher = jnp.maximum(top, sink)
+        higher = jnp.maximum(top, lax.stop_gradient(sink))
         pivot = jnp.where(higher == -jnp.inf, 0.0, higher)
         decay = jnp.exp(top - pivot)
         top, total, out = higher, total * decay + jnp.exp(sink - pivot), out * decay[..., None]

@@ -88,6 +88,7 @@ def keep(p: float, batch: Any, head: Any, row: Any, key: Any, heads_q: int, seed
     return below if threshold(p) > 2**31 else ~below
 
 
+@jax.jit
 def _philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """As `spec.dropout.philox`, of integers that broadcast."""
     a, b, c, d = (jnp.asarray(word).astype(jnp.uint32) for word in counter)

@@ -45,8 +45,13 @@ def linear(map_: Map, fixed: Sequence[Array], given: Sequence[Array]) -> tuple[A
 
 def _bind(map_: Map, count: int, *given: Array) -> list[Array]:
     # its program goes along: JAX looks into it for what must know its devices
-    program = jax.make_jaxpr(lambda *x: tuple(map_.apply(x[:count], x[count:])))(*given)
+    program = jax.make_jaxpr(_apply, static_argnums=(0, 1))(map_, count, *given)
     return linear_p.bind(*given, map_=map_, count=count, program=program)
+
+
+def _apply(map_: Map, count: int, *given: Array) -> tuple[Array, ...]:
+    """One function for all, by which JAX finds what it has traced before: a gradient traces its forward once."""
+    return tuple(map_.apply(given[:count], given[count:]))
 
 
 def _run(*given: Array, map_: Map, count: int, program: Any) -> list[Array]:

@@ -37,8 +37,13 @@ rule_p.multiple_results = True
 def differentiable(rule: Rule, *given: Any) -> Arrays:
     """What the function makes."""
     # its program goes along: JAX looks into it for what must know its devices
-    program = jax.make_jaxpr(lambda *x: tuple(rule.apply(*x)))(*given)
+    program = jax.make_jaxpr(_apply, static_argnums=0)(rule, *given)
     return tuple(rule_p.bind(*given, rule=rule, program=program))
+
+
+def _apply(rule: Rule, *given: Any) -> Arrays:
+    """One function for all, by which JAX finds what it has traced before: a gradient traces its forward once."""
+    return tuple(rule.apply(*given))
 
 
 @rule_p.def_impl

@@ -95,4 +95,12 @@ CARRIED_BOUND = Workaround(
     instead="the producer of the backward counts from 0",
     at="kernels/sm90/backward/producer.py",
 )
+KEY_BY_ORDER = Workaround(
+    fault="a kernel's key on disk takes in a callee's constants only if the callee's own key was made before, so that it "
+    "depends on what else the process compiled",
+    releases="Triton 3.6.0 (triton-lang/triton#10494 mends it later)",
+    targets="for every GPU",
+    instead="callees' keys are made first",
+    at="triton_glue/language.py",
+)
 WORKAROUNDS = {name: value for name, value in globals().items() if isinstance(value, Workaround)}

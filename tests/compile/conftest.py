@@ -35,7 +35,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
             if not place.exists():
                 path = os.pathsep.join(str(p) for p in (packages, ROOT) if p)
                 environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-                command = [sys.executable, str(HERE / script), *arguments]
+                command = [sys.executable, "-m", "tests.frontend", str(HERE / script), *arguments]
                 done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stderr[-4000:]
                 place.write_text(done.stdout)

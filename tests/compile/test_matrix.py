@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("sm90", "sm80", "sm86", "sm100", "sm120", "gfx942")
 
 
-def run(cache: Path, *arguments: str) -> None:
-    """Python with these arguments, whose kernels are compiled into `cache`."""
+def run(cache: Path, code: str) -> None:
+    """Python that runs this code, whose kernels are compiled into `cache`."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, *arguments]
+    command = [sys.executable, "-c", "from tests.frontend import hasten; hasten()\n" + code]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
@@ -59,7 +59,7 @@ plans = [BACKEND.forward(problem, H100)] + 2 * [BACKEND.backward(problem, H100, 
 for call, plan in zip(calls, plans):
     assert "wgmma.mma_async" in compile_call(call, plan, H100).asm["ptx"], call.kernel
 """
-    run(tmp_path, "-c", code)
+    run(tmp_path, code)
 
 
 # Rows that a sample misses, and whose tiles once spilled kilobytes or did not fit: (targets, variant, pass, problem).
@@ -84,7 +84,7 @@ for targets, variant, which, spelling in {CROWDED!r}:
         row = compile_row(jobs[0])
         assert row.tile and not row.failure, row
 """
-    run(tmp_path, "-c", code)
+    run(tmp_path, code)
 
 
 def test_float64_products_take_what_narrow_tensors_changed(tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ assert len(jobs) >= 4
 for row in map(compile_row, jobs):
     assert not row.failure, (row.kernel, row.failure)
 """
-    run(tmp_path, "-c", code)
+    run(tmp_path, code)

@@ -39,6 +39,9 @@ from flashtile.problem.attention import AttentionProblem  # noqa: E402
 from flashtile.torch.execute.bound import TORCH_DTYPES, KernelLaunch  # noqa: E402
 from flashtile.triton_glue.compile import compile_call  # noqa: E402
 from tests.export.called import Export, call, exported, load, own_plan, place, sizes_of  # noqa: E402
+from tests.frontend import hasten  # noqa: E402
+
+hasten()
 
 COUNTS: dict[str, int] = {}  # parameters of each kernel that was launched, by name
 EARLY = Path(os.environ["EARLY"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import ad
 from jax.sharding import Mesh, PartitionSpec
 
 from flashtile import Alibi, NotSupported
@@ -62,6 +63,19 @@ def test_forward_mode_of_everything() -> None:
     found, expected = (jax.jit(lambda f=f: jax.jvp(f, inputs(), MOVED))() for f in (ours, plain))
     close(found, expected)
     close(jax.linearize(ours, *inputs())[1](*MOVED), expected[1])
+
+
+def test_no_tangent_goes_through_a_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX makes it of the scores that equal the largest one, and NaN of a row where XLA computed them twice, not alike."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a maximum is differentiated")
+
+    monkeypatch.setitem(ad.primitive_jvps, jax.lax.reduce_max_p, refuse)
+    with pytest.raises(AssertionError, match="maximum"):
+        jax.jvp(lambda q: q.max(-1), inputs()[:1], MOVED[:1])
+    made = jax.make_jaxpr(lambda: (jax.jvp(ours, inputs(), MOVED), jax.jvp(jax.grad(loss(ours, 3)), inputs()[:3], MOVED[:3])))()
+    assert made.eqns
 
 
 def test_second_derivatives_of_what_has_them() -> None:

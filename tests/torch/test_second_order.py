@@ -252,6 +252,25 @@ def test_tangents_of_a_vmap() -> None:
         torch.testing.assert_close(one, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # whose backward keeps more
+def test_gradients_of_mapped_tangents(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 4, 1, 2, dtype=torch.float64) for _ in range(3))
+    moved = torch.randn(3, *q.shape, dtype=torch.float64)
+
+    def gradients(function: Callable[..., Any], dtype: torch.dtype) -> Any:
+        def along(q: Any, k: Any, v: Any) -> Any:
+            each = lambda t: torch.func.jvp(lambda q, k: function(q, k, v), (q, k), (t, t.cos()))  # noqa: E731
+            out, tangents = torch.func.vmap(each)(moved.to(dtype))
+            return out.sin().sum() + tangents.square().sum()
+
+        return torch.func.grad(along, argnums=(0, 1, 2))(*(t.to(dtype) for t in (q, k, v)))
+
+    found = gradients(lambda *x: flashtile.attention(*x, causal=True), dtype)
+    expected = gradients(lambda *x: attention_reference(*x, causal=True)[0], torch.float64)
+    for one, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, exact.to(dtype), atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_missing_says_so() -> None:
     q, k, v = (torch.randn(1, 4, 1, 2) for _ in range(3))
 

@@ -11,7 +11,7 @@ from flashtile.triton_glue.language import constexpr, jit, tl
 ROUNDS = constexpr(dropout.ROUNDS)
 MULTIPLIER_A, MULTIPLIER_B = constexpr(dropout.MULTIPLIERS[0]), constexpr(dropout.MULTIPLIERS[1])
 HALF = constexpr(2**31)
-WHOLE = constexpr(2.0**32)
+TWO_TO_32 = constexpr(2.0**32)
 WEYL_A, WEYL_B = constexpr(dropout.WEYL[0]), constexpr(dropout.WEYL[1])
 WORD = constexpr(dropout.WORD)
 HEADS_STEP, ROWS_STEP, KEYS_STEP = (constexpr(step) for step in dropout.LATTICE)
@@ -60,7 +60,7 @@ def load_seed(score_args, T: tl.constexpr):
             below, above = tl.where(limit == 0, every, (none - below).to(tl.uint32)), (none - above).to(tl.uint32)
         factor = args[2]
         if T.wide:
-            factor = WHOLE / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
+            factor = TWO_TO_32 / (HALF - (none.to(tl.int64) + args[1]).to(tl.float64))
         if len(args) == 3:
             return Seed(low, high, offset, dither, limit, rest, flip, below, above, factor, args[2] - args[2], ())
         else:

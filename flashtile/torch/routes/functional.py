@@ -354,7 +354,7 @@ class _Dual(torch.autograd.Function):
         ctx.runs = inputs[0]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[1:], *output[:2])
-        ctx.save_for_forward(*inputs[1:])  # for torch.func, which takes them apart before `jvp` refuses
+        ctx.save_for_forward(*inputs[1:], *output[:2])  # for torch.func, whose vmap takes both for one list
 
     @staticmethod
     def backward(ctx: Any, *grads: Maybe) -> Any:

@@ -24,7 +24,16 @@ from flashtile.kernels.sm90.forward.epilogue import parted, send
 from flashtile.kernels.sm90.forward.kernel import enter, leave
 from flashtile.kernels.sm90.forward.mma import add_parts, empty, multiply_parts, settle
 from flashtile.kernels.sm90.forward.producer import load
-from flashtile.kernels.sm90.forward.tile_scheduler import job_at, measure, place_at, place_count, tile_at, told, told_job
+from flashtile.kernels.sm90.forward.tile_scheduler import (
+    ForwardScene,
+    job_at,
+    measure,
+    place_at,
+    place_count,
+    tile_at,
+    told,
+    told_job,
+)
 from flashtile.triton_glue.gluon import (
     aggregate,
     fence_async_shared,
@@ -64,7 +73,7 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
             MASK: gl.constexpr):  # fmt: skip
     """Role: dq of the GROUP-th 64 queries of every tile."""
     region = rest[2]
-    given = (load_seed(rest[1], T), region[2])
+    rest = rest[0], rest[1], region, load_seed(rest[1], T)
     places, turn, use = place_count(whole), gl.to_tensor(0), gl.to_tensor(0)
     place = mem.tickets.read(0, 4) if T.items.ragged else place_at(0, whole, T)
     while place < places:
@@ -75,17 +84,21 @@ def consume(dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.c
             job = told(mem.job, whole)
         else:
             job = job_at(place, whole, region, T)
-        use = attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP, FOLDS, T, SCORE, MASK)
+        entered = enter(use, job, mem, whole, region, GROUP, T)
+        use = attend(entered, turn, dq_desc, targets, mem, whole, rest, GROUP, FOLDS, T, SCORE, MASK)
         turn = turn + 1
         place = mem.tickets.read(turn, 4) if T.items.ragged else place_at(turn, whole, T)
 
 
 @gluon.jit
-def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.constexpr, FOLDS: gl.constexpr,
-           T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Key tiles used: dq of the GROUP-th 64 queries of a Job."""
-    scale, score_args, region = rest[0], rest[1], rest[2]
-    use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
+def attend(entered, turn, dq_desc, targets, mem, whole, rest, GROUP: gl.constexpr, FOLDS: gl.constexpr, T: gl.constexpr,
+           SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+    """Key tiles used: dq of the GROUP-th 64 queries of a Job; entered as `enter` gives it, rest as the kernel has it, and
+    behind it dropout's seed.
+    """
+    scale, score_args, region, seed = rest
+    use, at, size, seen, first, indices = entered
+    scene = ForwardScene(mem, at, size, scale, score_args, region[2], seed, ())
     rows = load_rows(targets, at, whole, scale, FOLDS, T)
     if T.mask.blocks_q == 0:
         mem.queries.wait(turn * T.groups + GROUP)
@@ -93,23 +106,21 @@ def attend(use, turn, job, dq_desc, targets, mem, whole, rest, given, GROUP: gl.
     if T.mask.masked:  # of a walk at least the first tile
         for n in range(seen.end - seen.high):
             tile = tile_at(indices, seen, seen.end - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.above, FOLDS, T, SCORE, MASK)
+            dq = step(dq, rows, use, tile, scene, GROUP, T.mask.above, FOLDS, T, SCORE, MASK)
             use += 1
         for n in range(seen.high - seen.low):
             tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, FOLDS, T, SCORE, MASK)
+            dq = step(dq, rows, use, tile, scene, GROUP, False, FOLDS, T, SCORE, MASK)
             use += 1
         if T.mask.left:
             for n in range(seen.low - seen.first):
                 tile = seen.low - 1 - n
-                dq = step(
-                    dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, T.mask.below, FOLDS, T, SCORE, MASK
-                )
+                dq = step(dq, rows, use, tile, scene, GROUP, T.mask.below, FOLDS, T, SCORE, MASK)
                 use += 1
     else:
         for n in range(seen.end - seen.first):
             tile = seen.end - 1 - n
-            dq = step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP, False, FOLDS, T, SCORE, MASK)
+            dq = step(dq, rows, use, tile, scene, GROUP, False, FOLDS, T, SCORE, MASK)
             use += 1
     use = leave(use, seen, first, mem, GROUP, T)
     finish(dq, rows[0], dq_desc, targets, mem, at, size, scale, GROUP, T)
@@ -138,9 +149,10 @@ def load_rows(targets, at, whole, scale, FOLDS: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl.constexpr, MASKED: gl.constexpr,
-         FOLDS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def step(dq, rows, use, tile, scene, GROUP: gl.constexpr, MASKED: gl.constexpr, FOLDS: gl.constexpr, T: gl.constexpr,
+         SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """dq with a further key tile. Values are let go of before keys are, and come first."""
+    mem, at, size, scale, score_args, mask_args, seed, _ = scene
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     zero = gl.zeros([ROWS, BLOCK_K], gl.float32, matrix_layout(BLOCK_K))  # pyright: ignore[reportCallIssue]
@@ -150,22 +162,22 @@ def step(dq, rows, mem, use, tile, at, size, scale, score_args, given, GROUP: gl
     mem.values.wait(use)
     dp = multiply_parts(zero, (mem.dout, group), (mem.v, value_place), False, ROWS, BLOCK_K, T.columns_v, T.parts_v)
     if MASKED and T.mask.asks:
-        blank_hidden(mem.k, mem.keys, use, tile, at, size, given[1], GROUP, T.columns, T.parts, T, MASK)
+        blank_hidden(mem.k, mem.keys, use, tile, at, size, mask_args, GROUP, T.columns, T.parts, T, MASK)
     elif MASKED and T.mask.unseen:  # before this warpgroup reads them: what another writes while it does is then no change
         blank_unseen(mem.k, mem.keys, use, tile, size, T.columns, T.parts, T)
     mem.keys.wait(use)
     raw = multiply_parts(zero, (mem.q, group), (mem.k, key_place), False, ROWS, BLOCK_K, T.columns, T.parts)
     drawn = ()
     if T.modifiers.dropout:
-        drawn = draw_tile(tile, at, size, given[0], T)
+        drawn = draw_tile(tile, at, size, seed, T)
     PIECES: gl.constexpr = 2 if T.parts == 3 else 1  # pyright: ignore[reportAssignmentType]
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     mem.values.release(use)
-    dp = through_dropout(dp, drawn, given[0], True, T)
+    dp = through_dropout(dp, drawn, seed, True, T)
     raw = warpgroup_mma_wait(0, deps=[raw])
     keep = True
     if MASKED:
-        keep = sees(tile, at, size, given[1], MASKED, BLOCK_K, T, MASK)
+        keep = sees(tile, at, size, mask_args, MASKED, BLOCK_K, T, MASK)
     position = locate(tile, at, size, MASKED, BLOCK_K, T)
     numbers = (rows[0][:, None], rows[1][:, None], 1.0)
     p, ds = probabilities(raw, dp, numbers, position, keep, scale, score_args, MASKED, T, SCORE)

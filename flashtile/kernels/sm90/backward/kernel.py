@@ -8,7 +8,7 @@ from flashtile.kernels.sm90.backward.dq_reduce import add_dq, add_shares, report
 from flashtile.kernels.sm90.backward.ds_store import store_scores
 from flashtile.kernels.sm90.backward.epilogue import scaled, store_keys
 from flashtile.kernels.sm90.backward.memory import make_memory
-from flashtile.kernels.sm90.backward.producer import load
+from flashtile.kernels.sm90.backward.producer import BackwardDescriptors, load
 from flashtile.kernels.sm90.backward.scores import (
     add_rest,
     added,
@@ -21,7 +21,7 @@ from flashtile.kernels.sm90.backward.scores import (
     weigh,
 )
 from flashtile.kernels.sm90.backward.split_tiles import add_given, give
-from flashtile.kernels.sm90.backward.tile_scheduler import Work, again, asks, find, meeting, plain
+from flashtile.kernels.sm90.backward.tile_scheduler import BackwardScene, Work, again, asks, find, meeting, plain
 from flashtile.kernels.sm90.device.dropout import draw, kept, packed, steady, unpacked
 from flashtile.kernels.sm90.device.layouts import matrix_layout, operand_layout
 from flashtile.triton_glue.gluon import (
@@ -38,20 +38,21 @@ from flashtile.triton_glue.language import PLAIN_INTEGERS
 
 
 @gluon.jit
-def meet(level_rows, memory, step, place, sizes, scale, score_args, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
+def meet(level_rows, step, scene, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """(query head, first query, first key, what the scores start from) of a step, once its queries have arrived."""
+    memory, place = scene.memory, scene.place
     memory.to.queries.wait(step)
     head, start = meeting(memory, step, place, 4, T)
     first_key = place.column + W * 64
     raw = starts(level_rows, T.block_q, T.modifiers.folds_level)
     if T.adds_first:
-        raw = added(raw, memory, step, head, start, first_key, place, sizes, scale, score_args, W, T, SCORE)
+        raw = added(raw, step, head, start, first_key, scene, W, T, SCORE)
     return head, start, first_key, raw
 
 
 @gluon.jit
-def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr,
-              FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def step_keys(dk, dv, step, scene, W: gl.constexpr, FIRST: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr,
+              SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """Add one query tile to dk and, where T.outputs.dv, dv of 64 keys (scores transposed: keys x queries), and the share of dq
     of the step before to the sum.
 
@@ -65,6 +66,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
+    memory, sum_ptrs, place, sizes, work, _, _, seed = scene
     dtype: gl.constexpr = memory.q.dtype
     own = uniform(gl.to_tensor(W))  # in every step: the operands' descriptors, found before the loop, would spill
     if T.modifiers.dropout:  # in a register that a warp's lanes share: words are drawn while all others are taken
@@ -82,7 +84,7 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
     if T.douts_first:
         memory.to.douts.wait(step)
         dp_token = multiply_rows(v, dout, starts(delta_rows, BLOCK_Q, T.modifiers.folds), False, T.cut_v)
-    head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
+    head, start, first_key, raw = meet(level_rows, step, scene, W, T, SCORE)
     dp = starts(delta_rows, BLOCK_Q, T.modifiers.folds)
     raw_token = multiply_rows(k, q, raw, T.modifiers.folds_level or T.adds_first, T.cut)
     drawn = ()
@@ -111,15 +113,14 @@ def step_keys(dk, dv, memory, sum_ptrs, step, place, sizes, work, scale, score_a
         if not T.douts_first:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
         dp = through_dropout(dp, drawn, seed, BY_PREDICATES, T)
-        p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
-                         SCORE, MASK)  # fmt: skip
+        p, ds = modified(raw, dp, (level, delta, 1.0), head, start, first_key, masked, scene, T, SCORE, MASK)
         if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = multiply_pieces(weights, dout, dv, COLUMNS_V, T.pieces_v)
     else:
         if T.modifiers.late:
-            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
-        p, slope = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
+            raw = add_rest(raw, head, start, first_key, scene, T, SCORE)
+        p, slope = weigh(raw, level, step, 0, first_key, masked, scene, T, SCORE, MASK)
         if T.outputs.dv:
             weights = weighed(p, drawn, seed, dtype, T)
             dv_token = multiply_pieces(weights, dout, dv, COLUMNS_V, T.pieces_v)
@@ -295,8 +296,8 @@ def multiply_dq(memory, step, W: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W: gl.constexpr, LAGS: gl.constexpr,
-            ASKS: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def step_dv(dv, weights, step, scene, W: gl.constexpr, LAGS: gl.constexpr, ASKS: gl.constexpr, T: gl.constexpr,
+            SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """`step_keys` of a pass with dv alone, less its last product: (dv, what that takes of `gain`).
 
     Where it LAGS dv gains what the step before left, under the product of this one's scores.
@@ -309,11 +310,12 @@ def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, se
     RESTS: gl.constexpr = not (FOLLOWED or T.items.ragged or T.mask.predicate)  # pyright: ignore[reportAssignmentType]
     BLOCK_Q: gl.constexpr = T.block_q
     SCORES: gl.constexpr = matrix_layout(BLOCK_Q)
+    memory, place, sizes, seed = scene.memory, scene.place, scene.sizes, scene.seed
     k = memory.k.index(uniform(gl.to_tensor(W))).reshape([64, T.columns])
     q = memory.q.index(memory.to.queries.at(step)).reshape([BLOCK_Q, T.columns])
     level_rows = memory.rows.index(2 * memory.to.queries.at(step)).reshape([BLOCK_Q])
 
-    head, start, first_key, raw = meet(level_rows, memory, step, place, sizes, scale, score_args, W, T, SCORE)
+    head, start, first_key, raw = meet(level_rows, step, scene, W, T, SCORE)
     raw_token = multiply_rows(k, q, raw, T.adds_first, T.cut)
     if LAGS:
         dv_token = multiply_dv(weights, dv, memory, step - 1, T)
@@ -330,12 +332,11 @@ def step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, se
     if RESTS:
         memory.to.queries.release(step)
     if T.modifiers.prescale:
-        p, _ = modified(raw, raw, (level, 0.0, 1.0), head, start, first_key, masked, place, sizes, work, scale, score_args, T,
-                        SCORE, MASK)  # fmt: skip
+        p, _ = modified(raw, raw, (level, 0.0, 1.0), head, start, first_key, masked, scene, T, SCORE, MASK)
     else:
         if T.modifiers.late:
-            raw = add_rest(raw, head, start, first_key, place, sizes, scale, score_args, T, SCORE)
-        p, _ = weigh(raw, level, memory, step, 0, first_key, masked, place, sizes, work, scale, score_args, T, SCORE, MASK)
+            raw = add_rest(raw, head, start, first_key, scene, T, SCORE)
+        p, _ = weigh(raw, level, step, 0, first_key, masked, scene, T, SCORE, MASK)
     if LAGS:
         dv = warpgroup_mma_wait(0, deps=[dv_token])
         memory.to.douts.release(step - 1)
@@ -363,21 +364,17 @@ def gain(dv, weights, memory, step, T: gl.constexpr):
 
 
 @gluon.jit
-def gather_dv(dv, memory, begin, place, sizes, work, scale, score_args, seed, W: gl.constexpr, T: gl.constexpr,
-              SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def gather_dv(dv, begin, scene, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """dv of a tile: a step's share is added under the next one's product of scores."""
+    memory, place = scene.memory, scene.place
     if place.visits.end > begin:
-        dv, weights = step_dv(
-            dv, (), memory, begin, place, sizes, work, scale, score_args, seed, W, False, True, T, SCORE, MASK
-        )
-        low, high = plain(place, sizes, memory, work, begin + 1, T)
+        dv, weights = step_dv(dv, (), begin, scene, W, False, True, T, SCORE, MASK)
+        low, high = plain(place, scene.sizes, memory, scene.work, begin + 1, T)
         for step in range(begin + 1, low):
-            dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, True, True, T,
-                                  SCORE, MASK)  # fmt: skip
+            dv, weights = step_dv(dv, weights, step, scene, W, True, True, T, SCORE, MASK)
         if T.splits:
             for step in range(low, high):
-                dv, weights = step_dv(dv, weights, memory, step, place, sizes, work, scale, score_args, seed, W, True, False,
-                                      T, SCORE, MASK)  # fmt: skip
+                dv, weights = step_dv(dv, weights, step, scene, W, True, False, T, SCORE, MASK)
         dv = gain(dv, weights, memory, place.visits.end - 1, T)
     return dv
 
@@ -406,28 +403,24 @@ def consume(dk_desc, dv_desc, grads, memory, work, scale, score_args, W: gl.cons
             blank_keys(memory, place, sizes, work.band, W, T)
         if T.mask.predicate and T.outputs.sums_dq:
             blank_hidden_keys(memory, place, sizes, work, W, T, MASK)
+        scene = BackwardScene(memory, sums, place, sizes, work, scale, score_args, seed)
         if not T.outputs.dk:
-            dv = (gather_dv(dv[0], memory, begin, place, sizes, work, scale, score_args, seed, W, T, SCORE, MASK),)
+            dv = (gather_dv(dv[0], begin, scene, W, T, SCORE, MASK),)
         elif not T.outputs.sums_dq:
             low, high = plain(place, sizes, memory, work, begin, T)
             for step in range(begin, low):
-                dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True, True,
-                                   T, SCORE, MASK)  # fmt: skip
+                dk, dv = step_keys(dk, dv, step, scene, W, True, True, T, SCORE, MASK)
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_keys(dk, dv, memory, (), step, place, sizes, work, scale, score_args, seed, W, True,
-                                       False, T, SCORE, MASK)  # fmt: skip
+                    dk, dv = step_keys(dk, dv, step, scene, W, True, False, T, SCORE, MASK)
         elif place.visits.end > begin:
-            dk, dv = step_keys(dk, dv, memory, sums, begin, place, sizes, work, scale, score_args, seed, W, True, True,
-                               T, SCORE, MASK)  # fmt: skip
+            dk, dv = step_keys(dk, dv, begin, scene, W, True, True, T, SCORE, MASK)
             low, high = plain(place, sizes, memory, work, begin + 1, T)
             for step in range(begin + 1, low):
-                dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W, False,
-                                   True, T, SCORE, MASK)  # fmt: skip
+                dk, dv = step_keys(dk, dv, step, scene, W, False, True, T, SCORE, MASK)
             if T.splits:
                 for step in range(low, high):
-                    dk, dv = step_keys(dk, dv, memory, sums, step, place, sizes, work, scale, score_args, seed, W,
-                                       False, False, T, SCORE, MASK)  # fmt: skip
+                    dk, dv = step_keys(dk, dv, step, scene, W, False, False, T, SCORE, MASK)
             memory.to.scores.wait(place.visits.end - 1)
             dq = warpgroup_mma_wait(0, deps=[multiply_dq(memory, place.visits.end - 1, W, T)])
             memory.to.scores.release(place.visits.end - 1)
@@ -492,7 +485,8 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         tiles = 2 * tiles
     work = Work(gl.to_tensor(tiles), Sizes(seqlen_q, seqlen_k, heads, heads), (left, right), region, mask_args, lists)
     counter_ptr = grads[0][1] if T.outputs.dk else grads[0][1] + 1
-    memory = make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc)
+    memory = make_memory(descs, T)
     fence_async_shared()
     if not T.begins_early:
         await_stream(not T.outputs.sums_dq)
@@ -500,15 +494,13 @@ def attention_backward(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, rows
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, grads[0][0], counter_ptr,
-                    memory, work, T)),
+            (load, (descs, grads[0][0], counter_ptr, memory, work, T)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 0, T, SCORE, MASK)),
             (consume, (dk_desc, dv_desc, grads, memory, work, scale, settled(rest[3]), 1, T, SCORE, MASK)),
-            (load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, grads[0][0], counter_ptr,
-                    memory, work, T)),
+            (load, (descs, grads[0][0], counter_ptr, memory, work, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 0, T)),
             (add_shares, (sum_desc, grads[0], memory, work, 1, T)),
             (convert, (sum_desc, grads[0], grads[3], q_desc.shape[0], memory, work, T)) if T.pipeline.converts

@@ -69,17 +69,18 @@ class BackwardMemory:
 
 
 @gluon.jit
-def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, T: gl.constexpr):
-    """Memory of a block. Fence before specialising warps. A channel that no role uses is none of its own.
+def make_memory(descs, T: gl.constexpr):
+    """Memory of a block; descs: BackwardDescriptors. Fence before specialising warps.
 
-    On the order of channels it depends whether ptxas keeps words of dropout's loops in local memory.
+    A channel that no role uses is none of its own. On the order of channels it depends whether ptxas keeps words of dropout's
+    loops in local memory.
     """
     BLOCK_Q: gl.constexpr = T.block_q
     KEY_TILES: gl.constexpr = T.block_k // 64
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = descs.q.dtype
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_Q], dtype)
     if T.outputs.ds:  # as it is stored: queries x keys
-        ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], ds_desc.layout)
+        ds = gl.allocate_shared_memory(dtype, [4, 1, 1, BLOCK_Q, 64], descs.ds.layout)
     else:
         ds = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], DS)
     queries = make_channel(T.pipeline.stages, 2, 1, T.singly)
@@ -90,38 +91,38 @@ def make_memory(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_des
     shares, sums, scores = ds, queries, queries
     if T.outputs.copies_dq:
         BOXES: gl.constexpr = 2 * T.columns_dq // T.columns_added
-        shares = gl.allocate_shared_memory(gl.float32, [BOXES, 1, 1, T.columns_added // 4, 256], sum_desc.layout)
+        shares = gl.allocate_shared_memory(gl.float32, [BOXES, 1, 1, T.columns_added // 4, 256], descs.sum.layout)
         sums = make_channel(2, 1, 1, False, T.singly)
     if T.outputs.sums_dq:
         scores = make_channel(2, 2, 2, T.singly, T.singly, T.outputs.ds)
     bias, biases = ds, queries
     if T.modifiers.early >= 0:
-        bias = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, BLOCK_Q, 64], bias_desc.layout)
+        bias = gl.allocate_shared_memory(descs.bias.dtype, [2, 1, 1, BLOCK_Q, 64], descs.bias.layout)
         biases = make_channel(1, 2, 1, T.singly)
     former, formers = ds, queries
     if T.outputs.pairs_ds:
-        former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], ds_desc.layout)
+        former = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, 64], descs.ds.layout)
         formers = make_channel(2, 1)
     edges = queries
     if T.mask.blanks:
         edges = make_channel(2, 0)  # with one place ptxas keeps 18 words more of a document's loop in local memory
     part, parts = shares, queries
     if T.pipeline.converts:
-        part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_added // 4, 256], sum_desc.layout)
+        part = gl.allocate_shared_memory(gl.float32, [1, 1, T.columns_added // 4, 256], descs.sum.layout)
         parts = make_channel(1, 0)
     steps = ds
     if T.tells:
         steps = make_words(3 * T.told_steps)
-    k = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], k_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns], descs.k.layout)
     v = k
     if T.outputs.dk:
-        v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], v_desc.layout)
+        v = gl.allocate_shared_memory(dtype, [KEY_TILES, 1, 1, 64, T.columns_v], descs.v.layout)
     return BackwardMemory(
         k,
         v,
-        gl.allocate_shared_memory(dtype, [T.pipeline.stages, 1, 1, BLOCK_Q, T.columns], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [T.pipeline.stages_dout, 1, 1, BLOCK_Q, T.columns_v], dout_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * T.pipeline.stages, 1, 1, 1, BLOCK_Q], rows_desc.layout),
+        gl.allocate_shared_memory(dtype, [T.pipeline.stages, 1, 1, BLOCK_Q, T.columns], descs.q.layout),
+        gl.allocate_shared_memory(dtype, [T.pipeline.stages_dout, 1, 1, BLOCK_Q, T.columns_v], descs.dout.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * T.pipeline.stages, 1, 1, 1, BLOCK_Q], descs.rows.layout),
         ds,
         shares,
         bias,

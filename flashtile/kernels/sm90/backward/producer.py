@@ -1,5 +1,7 @@
 """The warp that loads for the backward."""
 
+from typing import Any, NamedTuple
+
 from flashtile.kernels.device.stream import await_stream
 from flashtile.kernels.sm90.backward.ds_store import brings_back
 from flashtile.kernels.sm90.backward.tile_scheduler import find_ranks, flag_of, seeing, tell_step, tell_tile, walk
@@ -9,9 +11,21 @@ from flashtile.kernels.sm90.device.ticket import spread, take
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, tma_load
 
 
+class BackwardDescriptors(NamedTuple):
+    """What the loader reads, as the kernel has it."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    rows: Any
+    sum: Any  # of which it clears its share
+    bias: Any
+    ds: Any
+
+
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_desc, sum_ptr, counter_ptr, memory, work,
-         T: gl.constexpr):  # fmt: skip
+def load(descs, sum_ptr, counter_ptr, memory, work, T: gl.constexpr):
     """The warp that takes tickets and loads: keys and values once a tile, then queries, their rows and dout, step by step.
 
     Where T.tells the other roles learn tiles and steps from it. Given a sum, a pass without dk clears it meanwhile.
@@ -19,7 +33,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
     CLEARS: gl.constexpr = not T.outputs.dk and sum_ptr is not None  # pyright: ignore[reportAssignmentType]
     dirty, clean = gl.to_tensor(0), gl.to_tensor(0)
     if CLEARS:
-        dirty, clean = share_of_sum(sum_desc)
+        dirty, clean = share_of_sum(descs.sum)
     KEY_TILES: gl.constexpr = T.block_k // 64
     turn, step, edges, former = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     ticket, ahead = gl.program_id(0), gl.to_tensor(0)
@@ -39,22 +53,22 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         place, sizes = walk(ticket, step, ranks, work, T)
         if T.tells:  # all that others ask of a ticket is whether it is below the number of tiles
             tell_tile(memory.to.tickets, turn, gl.minimum(ticket, work.tiles - 1) if T.divided > 0 else ticket, place, sizes, T)
-        BYTES: gl.constexpr = k_desc.block_type.nbytes + (v_desc.block_type.nbytes if T.outputs.dk else 0)
+        BYTES: gl.constexpr = descs.k.block_type.nbytes + (descs.v.block_type.nbytes if T.outputs.dk else 0)
         bar = memory.to.keys.acquire(turn, KEY_TILES * BYTES)
         shared = place.head_kv
         if T.shares > 1:
             shared = place.head_kv // T.shares
         for i in gl.static_range(KEY_TILES):
             key = place.first_k + place.column + i * 64
-            tma_load(k_desc, [place.slab, shared, key, 0], bar, memory.k.index(i))
+            tma_load(descs.k, [place.slab, shared, key, 0], bar, memory.k.index(i))
             if T.outputs.dk:
-                tma_load(v_desc, [place.slab, shared, key, 0], bar, memory.v.index(i))
+                tma_load(descs.v, [place.slab, shared, key, 0], bar, memory.v.index(i))
         taken = tickets
         if T.schedule.resident and not T.takes_late:
             taken = following(counter_ptr, T)
         first, end = seeing(sizes.q, sizes.k, work.band[0], work.band[1], T.mask.left, T.mask.right)
         if T.schedule.interleaves:
-            edges = load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T)
+            edges = load_group(descs, memory, first, end, place, step, edges, T)
             step = place.visits.end
         elif T.tells:
             before = place.visits.shift
@@ -68,13 +82,12 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
                 # from 0: see CARRIED_BOUND in triton_glue/workarounds.py
                 for nth in range(gl.minimum(steps - passed, place.visits.end - step)):
                     start, masked = place.visit(passed + nth, asked, listed, T)
-                    edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
-                                      step, edges, T)  # fmt: skip
+                    edges = load_step(descs, memory, head, start, masked, first, end, place, step, edges, T)
                     if T.outputs.pairs_ds:
                         if (place.batch > 0) & brings_back(step):
                             if step - place.visits.begin < 2:  # the tile's first of these
                                 await_turn(flag_of(counter_ptr, place, sizes, T), 1)
-                            load_former(ds_desc, memory, head, start, place, former)
+                            load_former(descs.ds, memory, head, start, place, former)
                             former = former + 2
                     if CLEARS:
                         dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
@@ -82,8 +95,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
         else:
             while step < place.visits.end:
                 head, start = place.at(step, T)
-                edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, False, first, end, place, step,
-                                  edges, T)  # fmt: skip
+                edges = load_step(descs, memory, head, start, False, first, end, place, step, edges, T)
                 if CLEARS:
                     dirty = clear(sum_ptr, dirty, gl.minimum(dirty + 8, clean))
                 step = step + 1
@@ -103,7 +115,7 @@ def load(q_desc, k_desc, v_desc, dout_desc, rows_desc, sum_desc, bias_desc, ds_d
 
 
 @gluon.jit
-def load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, place, step, edges, T: gl.constexpr):
+def load_group(descs, memory, first, end, place, step, edges, T: gl.constexpr):
     """Load the steps of a tile of grouped heads, all heads of the group at one place of the queries before the next place.
 
     Tiles that run at a time then read, and add to, the same queries at about the same time, whatever their length: under a
@@ -118,8 +130,8 @@ def load_group(q_desc, dout_desc, rows_desc, bias_desc, memory, first, end, plac
         for i in range(T.group):
             member = i + offset
             head = place.head_kv * T.group + gl.where(member >= T.group, member - T.group, member)
-            edges = load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place,
-                              step + nth * T.group + i, edges, T)  # fmt: skip
+            nth_step = step + nth * T.group + i
+            edges = load_step(descs, memory, head, start, masked, first, end, place, nth_step, edges, T)
     return edges
 
 
@@ -152,8 +164,7 @@ def following(counter_ptr, T: gl.constexpr):
 
 
 @gluon.jit
-def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, masked, first, end, place, step, edges,
-              T: gl.constexpr):  # fmt: skip
+def load_step(descs, memory, head, start, masked, first, end, place, step, edges, T: gl.constexpr):
     """Load queries, their rows and dout of a step, and blank what nobody sees; how many steps needed that, with this one."""
     blank = False
     if T.mask.predicate:
@@ -162,20 +173,20 @@ def load_step(q_desc, dout_desc, rows_desc, bias_desc, memory, head, start, mask
         blank = (start < first) | (start + T.block_q > end)
     if T.douts_first:
         if not blank:
-            load_dout(dout_desc, memory, head, start, place, step)
+            load_dout(descs.dout, memory, head, start, place, step)
     memory.to.queries.claim(step)
     if T.tells:
         tell_step(memory, step, head, start, masked, T)
     if T.mask.blanks:
         if blank:
-            load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edges, first - start, end - start, T)
+            load_edge(descs, memory, head, start, place, step, edges, first - start, end - start, T)
             edges = edges + 1
         else:
-            load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+            load_whole(descs, memory, head, start, place, step, T)
     else:
-        load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T)
+        load_whole(descs, memory, head, start, place, step, T)
     if T.modifiers.early >= 0:
-        load_bias(bias_desc, memory, head, start, place, step)
+        load_bias(descs.bias, memory, head, start, place, step)
     return edges
 
 
@@ -197,15 +208,15 @@ def load_former(desc, memory, head, start, place, former):
 
 
 @gluon.jit
-def load_whole(q_desc, dout_desc, rows_desc, memory, head, start, place, step, T: gl.constexpr):
+def load_whole(descs, memory, head, start, place, step, T: gl.constexpr):
     """Load queries, their rows and dout."""
-    BYTES: gl.constexpr = dout_desc.block_type.nbytes if T.pipeline.joined else 0  # pyright: ignore[reportAssignmentType]
-    bar = memory.to.queries.announce(step, q_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes + BYTES)
-    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
+    BYTES: gl.constexpr = descs.dout.block_type.nbytes if T.pipeline.joined else 0  # pyright: ignore[reportAssignmentType]
+    bar = memory.to.queries.announce(step, descs.q.block_type.nbytes + 2 * descs.rows.block_type.nbytes + BYTES)
+    load_queries(descs, memory, head, start, place, step, bar, T)
     if T.pipeline.joined:
-        copy_dout(dout_desc, memory, head, start, place, step, bar)
+        copy_dout(descs.dout, memory, head, start, place, step, bar)
     elif not T.douts_first:
-        load_dout(dout_desc, memory, head, start, place, step)
+        load_dout(descs.dout, memory, head, start, place, step)
 
 
 @gluon.jit
@@ -221,23 +232,23 @@ def copy_dout(desc, memory, head, start, place, step, bar):
 
 
 @gluon.jit
-def load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T: gl.constexpr):
+def load_queries(descs, memory, head, start, place, step, bar, T: gl.constexpr):
     """Load queries and their rows, which the pass before has made.
 
     Queries come first where that is not waited for yet; elsewhere consumers of unequal lengths would spill for that order.
     """
     row, place_of_rows = place.first_row + start, 2 * memory.to.queries.at(step)
     if T.begins_early:
-        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+        tma_load(descs.q, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
         await_stream(False)
-    tma_load(rows_desc, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
-    tma_load(rows_desc, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
+    tma_load(descs.rows, [place.slab, head, 0, row], bar, memory.rows.index(place_of_rows))
+    tma_load(descs.rows, [place.slab, head, 1, row], bar, memory.rows.index(place_of_rows + 1))
     if not T.begins_early:
-        tma_load(q_desc, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
+        tma_load(descs.q, [place.slab, head, place.first_q + start, 0], bar, memory.q.index(memory.to.queries.at(step)))
 
 
 @gluon.jit
-def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, edge, first, end, T: gl.constexpr):
+def load_edge(descs, memory, head, start, place, step, edge, first, end, T: gl.constexpr):
     """As `load_whole`, with zeros for queries outside first <= query < end: the loader waits for the tiles itself.
 
     They see nothing, and what lies there may be NaN; all queries are summed over for dk and dv. Where T.mask.predicate they are
@@ -245,10 +256,10 @@ def load_edge(q_desc, dout_desc, rows_desc, memory, head, start, place, step, ed
     """
     if not T.pipeline.joined:
         memory.to.douts.claim(step)
-    bytes_of_rows: gl.constexpr = 2 * rows_desc.block_type.nbytes
-    bar = memory.to.edges.announce(edge, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + bytes_of_rows)
-    load_queries(q_desc, rows_desc, memory, head, start, place, step, bar, T)
-    copy_dout(dout_desc, memory, head, start, place, step, bar)
+    bytes_of_rows: gl.constexpr = 2 * descs.rows.block_type.nbytes
+    bar = memory.to.edges.announce(edge, descs.q.block_type.nbytes + descs.dout.block_type.nbytes + bytes_of_rows)
+    load_queries(descs, memory, head, start, place, step, bar, T)
+    copy_dout(descs.dout, memory, head, start, place, step, bar)
     memory.to.edges.wait(edge)
     if T.mask.predicate:
         levels = memory.rows.index(2 * memory.to.queries.at(step)).reshape([T.block_q])

@@ -144,29 +144,29 @@ def starts(rows, COLUMNS: gl.constexpr, FOLDS: gl.constexpr):
 
 
 @gluon.jit
-def added(raw, memory, step, head, first_query, first_key, place, sizes, scale, score_args, W: gl.constexpr, T: gl.constexpr,
-          SCORE: gl.constexpr):  # fmt: skip
+def added(raw, step, head, first_query, first_key, scene, W: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """What a product starts from, plus what modifiers add. That of T.modifiers.early lies in shared memory, queries x keys."""
+    memory = scene.memory
     if T.modifiers.early >= 0:
         memory.to.biases.wait(step)
         loaded = memory.bias.index(W).reshape([raw.shape[1], 64]).permute((1, 0)).load(matrix_layout(raw.shape[1]))
         fence_async_shared()
         memory.to.biases.release(step)
-        raw = SCORE[T.modifiers.adds](raw, widened(loaded), 1.0 / scale)
+        raw = SCORE[T.modifiers.adds](raw, widened(loaded), 1.0 / scene.scale)
     if not T.modifiers.late:
-        raw = add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T, SCORE)
+        raw = add_rest(raw, head, first_query, first_key, scene, T, SCORE)
     return raw
 
 
 @gluon.jit
-def add_rest(raw, head, first_query, first_key, place, sizes, scale, score_args, T: gl.constexpr, SCORE: gl.constexpr):
+def add_rest(raw, head, first_query, first_key, scene, T: gl.constexpr, SCORE: gl.constexpr):
     """raw plus what all modifiers but T.modifiers.early add."""
     ADDS: gl.constexpr = T.modifiers.adds
     query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
-    at = locate(place.batch, head, query, key, sizes)
+    at = locate(scene.place.batch, head, query, key, scene.sizes)
     for i in gl.static_range(ADDS):
         if i != T.modifiers.early:
-            raw = SCORE[i](raw, at, score_args[i], 1.0 / scale)
+            raw = SCORE[i](raw, at, scene.score_args[i], 1.0 / scene.scale)
     return raw
 
 
@@ -179,16 +179,17 @@ def indices(first_query, first_key, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def modified(raw, dp, row, head, first_query, first_key, masked, place, sizes, work, scale, score_args, T: gl.constexpr,
-             SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def modified(raw, dp, row, head, first_query, first_key, masked, scene, T: gl.constexpr, SCORE: gl.constexpr,
+             MASK: gl.constexpr):  # fmt: skip
     """(p, ds) of a tile (keys x queries) of a problem with modifiers; row as for `probabilities`."""
+    sizes, work = scene.sizes, scene.work
     query, key = indices(first_query, first_key, matrix_layout(raw.shape[1]), raw.shape)
-    at = locate(place.batch, head, query, key, sizes)
+    at = locate(scene.place.batch, head, query, key, sizes)
     keep = visible(query, key, sizes, work.band, T)
     if T.mask.predicate:
         if masked:
             keep = keep & holds(at, work.mask_args, T, MASK)
-    p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, T.mask.any, T, SCORE)
+    p, ds = probabilities(raw, dp, row, at, keep, scene.scale, scene.score_args, T.mask.any, T, SCORE)
     if T.modifiers.spares and T.mask.any:
         if masked:
             ds = spared(ds, p)
@@ -208,13 +209,14 @@ def spared(ds, p):
 
 
 @gluon.jit
-def weigh(raw, level, memory, step, offset, first_key, masked, place, sizes, work, scale, score_args, T: gl.constexpr,
-          SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def weigh(raw, level, step, offset, first_key, masked, scene, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """(p, p times the derivative of a curve) of a step's products (keys x queries), of its queries from `offset` on.
 
     level as `rows.attention_rows` gives it. What a predicate hides gets -0.0, which neither is elsewhere, for curves rise: by
     that `differentiate` knows it.
     """
+    memory, place, sizes, work = scene.memory, scene.place, scene.sizes, scene.work
+    scale, score_args = scene.scale, scene.score_args
     score, factor = bent(raw, scale, score_args, T, SCORE), unit(scale, score_args, T, SCORE)
     EARLY: gl.constexpr = T.modifiers.curved and not T.mask.predicate  # pyright: ignore[reportAssignmentType]
     if T.mask.any and EARLY:  # before there are two to hide; the derivative there may be anything

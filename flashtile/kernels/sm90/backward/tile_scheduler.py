@@ -1,6 +1,6 @@
 """Which queries a block of the backward visits, and which blocks have visited them before."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.kernels.device.blocks import block_counts, block_list, block_start, long_lists, longest
 from flashtile.kernels.device.grid import Sizes, padded_rows, seat
@@ -157,6 +157,19 @@ class BackwardWalk:
             return self.tile - gl.maximum(start + shift - band[0], 0) // T.block_k
         else:
             return self.tile
+
+
+class BackwardScene(NamedTuple):
+    """What all steps of a consumer's tile share: the block's memory, the tile, and what the kernel was given."""
+
+    memory: Any  # BackwardMemory
+    sum_ptrs: Any  # as the kernel has grads[0]
+    place: BackwardWalk
+    sizes: Sizes  # the item's
+    work: Work
+    scale: Any
+    score_args: Any
+    seed: Any  # of dropout
 
 
 class Ranks(NamedTuple):

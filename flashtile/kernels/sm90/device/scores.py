@@ -73,9 +73,13 @@ def indices(tile, at, size, CLAMPED: gl.constexpr, KEYS: gl.constexpr, L: gl.con
 
 
 @gluon.jit
-def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
-           T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
-    """What the product with KEYS of a tile starts from: what modifiers add, which costs nothing between product and softmax."""
+def starts(fetched, use, tile, scene, GROUP: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr, T: gl.constexpr,
+           SCORE: gl.constexpr):  # fmt: skip
+    """What the product with KEYS of a tile starts from: what modifiers add, which costs nothing between product and softmax.
+
+    scene: a ForwardScene.
+    """
+    mem, score_args = scene.mem, scene.score_args
     ADDS: gl.constexpr = T.modifiers.adds
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
@@ -89,9 +93,10 @@ def starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP: gl.const
                 mem.biases.release(use * T.groups + GROUP)
             else:
                 loaded = spread(fetched, score_args[i][0].dtype.element_ty, T)
-            score = SCORE[T.modifiers.adds + 3 * T.modifiers.curved + 1](score, loaded, T.regained / scale)
+            score = SCORE[T.modifiers.adds + 3 * T.modifiers.curved + 1](score, loaded, T.regained / scene.scale)
         else:
-            score = SCORE[i](score, locate(tile, at, size, MASKED, T.block_k, T), score_args[i], T.regained / scale)
+            place = locate(tile, scene.at, scene.size, MASKED, T.block_k, T)
+            score = SCORE[i](score, place, score_args[i], T.regained / scene.scale)
     return score
 
 

@@ -22,13 +22,13 @@ def load_sink(targets, at, T: gl.constexpr):
 
 
 @gluon.jit
-def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_args, given,
-           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):  # fmt: skip
+def finish(rows, sink, out_desc, targets, whole, region, scene, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr):
     """Write out and, unless its address is 0, lse; a row that saw nothing gives 0 and -inf, whatever lies in the values.
 
     sink as `load_sink` gives it. Which rows have a sum that is infinite, or no number.
-    targets as the kernel has them; `whole` is the problem's Size, `size` the item's; given = (dropout's seed, region).
+    targets and region as the kernel has them; `whole` is the problem's Size; scene: a ForwardScene.
     """
+    mem, at, size = scene.mem, scene.at, scene.size
     PARTS_V: gl.constexpr = T.parts_v
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
@@ -37,7 +37,7 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     if T.softmax.watches:
         level = gl.convert_layout(gl.max(rows.top, 1), row_layout(BLOCK_K))
     else:
-        level = rows.top * (unit(scale, score_args, T, SCORE) * LOG2E)
+        level = rows.top * (unit(scene.scale, scene.score_args, T, SCORE) * LOG2E)
     if T.stored.fp8:
         level = level - LIFT_LOG2
     if T.softmax.bounded:
@@ -70,9 +70,9 @@ def finish(rows, sink, out_desc, targets, mem, at, whole, size, scale, score_arg
     if T.tells_far:
         tell(1, (index < size.seqlen_q) & ((gl.abs(lse) < FAR) == 0), targets, GROUP, T)
     if T.modifiers.dropout:
-        share *= given[0].factor
+        share *= scene.seed.factor
     if T.stored.v_head:
-        share *= values_scale(given[1], at, size.group, T)
+        share *= values_scale(region, at, size.group, T)
     share = gl.convert_layout(share, row_layout(COLUMNS))[:, None]
     if T.mask.masked:
         seen = gl.convert_layout(seen, row_layout(COLUMNS))[:, None]

@@ -59,6 +59,7 @@ from flashtile.kernels.sm90.forward.retry import (
     tell_first,
 )
 from flashtile.kernels.sm90.forward.tile_scheduler import (
+    ForwardScene,
     Job,
     job_at,
     measure,
@@ -136,7 +137,7 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
     if GROUP == T.groups - 1:
         pass_turn(GROUP, T)
     region = rest[2]
-    given = (load_seed(rest[1], T), region[2])
+    rest = rest[0], rest[1], region, load_seed(rest[1], T)
     turn, use, places = gl.to_tensor(0), gl.to_tensor(0), place_count(whole)
     place = mem.tickets.read(turn, 4) if T.items.ragged else place_at(turn, whole, T)
     place = gl.where(place < places, place, NONE)
@@ -152,7 +153,7 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
         elif T.mask.blocks_q > 0:
             mem.queries.wait(turn * T.groups + GROUP)
             job = told(mem.job, whole)
-        use, job, ran = attend(use, turn, job, out_desc, targets, mem, whole, rest, given, GROUP, T, SCORE, MASK)
+        use, job, ran = attend(use, turn, job, out_desc, targets, mem, whole, rest, GROUP, T, SCORE, MASK)
         turn = turn + 1
         before, following = place, places
         if not T.softmax.watches or place >= 0:
@@ -175,17 +176,18 @@ def consume(out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
-           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
-    """Attention of the GROUP-th 64 queries of a Job.
+def attend(use, turn, job, out_desc, targets, mem, whole, rest, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr,
+           MASK: gl.constexpr):  # fmt: skip
+    """Attention of the GROUP-th 64 queries of a Job; rest as the kernel has it, and behind it dropout's seed.
 
     (key tiles used, the next turn's Job where that is found here, which rows are to be computed again, carefully).
     """
-    scale, score_args, region = rest[0], rest[1], rest[2]
-    given = given[0], given[1], careful(mem.again, GROUP, T)
+    scale, score_args, region, seed = rest
+    wild = careful(mem.again, GROUP, T)
     use, at, size, seen, first, indices = enter(use, job, mem, whole, region, GROUP, T)
     if T.stored.scales:
         scale = scores_scale(scale, region, at, size.group, T)
+    scene = ForwardScene(mem, at, size, scale, score_args, region[2], seed, wild)
     tile = tile_at(indices, seen, seen.end - 1, size, T)
     following = tile_at(indices, seen, gl.maximum(seen.end - 2, seen.first), size, T)
     fetched = fetch(tile, at, size, score_args, T.mask.masked, T, SCORE)
@@ -193,20 +195,19 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
         mem.queries.wait(turn * T.groups + GROUP)
     if T.schedule.halves:
         if ends_in_lower_half(at, seen, size, T):
-            rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, LOWER, T, SCORE, MASK)
+            rows = begin(fetched, use, tile, following, scene, GROUP, LOWER, T, SCORE, MASK)
         else:
-            rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
+            rows = begin(fetched, use, tile, following, scene, GROUP, WHOLE, T, SCORE, MASK)
     else:
-        rows = begin(fetched, mem, use, tile, following, at, size, scale, score_args, given, GROUP, WHOLE, T, SCORE, MASK)
+        rows = begin(fetched, use, tile, following, scene, GROUP, WHOLE, T, SCORE, MASK)
     use += 1
     low = seen.first
     if not T.schedule.once:
-        rows, use, low = walked(rows, mem, use, seen, indices, at, size, scale, score_args, given, GROUP, T, SCORE, MASK)
+        rows, use, low = walked(rows, use, seen, indices, scene, GROUP, T, SCORE, MASK)
     sink = load_sink(targets, at, T)  # hidden under the last product
     if T.schedule.halves and T.mask.left and not T.schedule.once:
         if low > seen.first:
-            half = step(rows, mem, use, seen.first, seen.first, at, size, scale, score_args, given,
-                        GROUP, T.mask.below, UPPER, T, SCORE, MASK)  # fmt: skip
+            half = step(rows, use, seen.first, seen.first, scene, GROUP, T.mask.below, UPPER, T, SCORE, MASK)
             use += 1
             done, job = conclude(half, job, mem, use - 1, seen.first, size, whole, turn, region, UPPER, T)
         else:
@@ -214,7 +215,7 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
     else:
         done, job = conclude(rows, job, mem, use - 1, seen.first, size, whole, turn, region, WHOLE, T)
     use = leave(use, seen, first, mem, GROUP, T)
-    ran = finish(done, sink, out_desc, targets, mem, at, whole, size, scale, score_args, (given[0], region), GROUP, T, SCORE)
+    ran = finish(done, sink, out_desc, targets, whole, region, scene, GROUP, T, SCORE)
     if not T.pipeline.staged:
         store_wait(0)
         mem.queries.release(turn * T.groups + GROUP)
@@ -222,30 +223,27 @@ def attend(use, turn, job, out_desc, targets, mem, whole, rest, given,
 
 
 @gluon.jit
-def walked(rows, mem, use, seen, indices, at, size, scale, score_args, given,
-           GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def walked(rows, use, seen, indices, scene, GROUP: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):
     """(ForwardRows, key tiles used, the last of them) behind a walk's tiles from the second on, all but one seen by half."""
+    size = scene.size
     low = seen.first
     if T.mask.masks_first:
         for n in range(seen.end - 1 - seen.high):
             tile = tile_at(indices, seen, seen.end - 2 - n, size, T)
             following = tile_at(indices, seen, gl.maximum(seen.end - 3 - n, seen.first), size, T)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.mask.above, WHOLE, T, SCORE, MASK)  # fmt: skip
+            rows = step(rows, use, tile, following, scene, GROUP, T.mask.above, WHOLE, T, SCORE, MASK)
             use += 1
     for n in range(seen.high - seen.low):
         tile = tile_at(indices, seen, seen.high - 1 - n, size, T)
         following = tile_at(indices, seen, gl.maximum(seen.high - 2 - n, seen.first), size, T)
-        rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                    GROUP, False, WHOLE, T, SCORE, MASK)  # fmt: skip
+        rows = step(rows, use, tile, following, scene, GROUP, False, WHOLE, T, SCORE, MASK)
         use += 1
     if T.mask.left:
         if T.schedule.halves:
-            low += begins_in_upper_half(at, seen, size, T).to(gl.int32)
+            low += begins_in_upper_half(scene.at, seen, size, T).to(gl.int32)
         for n in range(seen.low - low):
             tile, following = seen.low - 1 - n, gl.maximum(seen.low - 2 - n, seen.first)
-            rows = step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-                        GROUP, T.mask.below, WHOLE, T, SCORE, MASK)  # fmt: skip
+            rows = step(rows, use, tile, following, scene, GROUP, T.mask.below, WHOLE, T, SCORE, MASK)
             use += 1
     return rows, use, low
 
@@ -313,11 +311,12 @@ def skip(mem, use, GROUP: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given,
-          GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
+def begin(fetched, use, tile, following, scene, GROUP: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr,
+          MASK: gl.constexpr):  # fmt: skip
     """The state after the first key tile, or a HALF of it, without its values."""
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
-    score = starts(fetched, mem, use, tile, at, size, scale, score_args, GROUP, T.mask.masked, KEYS, T, SCORE)
+    mem, at, size, scale, score_args, mask_args, seed, _ = scene
+    score = starts(fetched, use, tile, scene, GROUP, T.mask.masked, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, T.mask.masked, T, SCORE)
     mem.keys.wait(use)
     take_turn(GROUP, T)
@@ -329,15 +328,15 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         score = plain(score)
     if T.mask.blocks_q > 0:
         if (at.blocks.partial > 0) | (at.blocks.visited == 0):  # the mask hides a tile of a list without blocks
-            score = shape_scores(score, tile, at, size, scale, score_args, given[1], T.mask.above, T, SCORE, MASK)
-            blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
+            score = shape_scores(score, tile, at, size, scale, score_args, mask_args, T.mask.above, T, SCORE, MASK)
+            blank_hidden(mem.v, mem.values, use, tile, at, size, mask_args, GROUP, T.columns_v, T.parts_v, T, MASK)
         else:
-            score = shape_scores(score, tile, at, size, scale, score_args, given[1], False, T, SCORE, MASK)
+            score = shape_scores(score, tile, at, size, scale, score_args, mask_args, False, T, SCORE, MASK)
             score = bent(score, scale, score_args, T, SCORE)
         top = gl.max(score, 1)
     else:
         BOUNDS: gl.constexpr = T.mask.above if T.mask.masked else 0  # pyright: ignore[reportAssignmentType]
-        score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], BOUNDS, T, SCORE, MASK)
+        score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, mask_args, BOUNDS, T, SCORE, MASK)
         top = gl.max(score, 1)
         if not T.mask.masked:
             top = bent(top, scale, score_args, T, SCORE)
@@ -356,14 +355,14 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
         depth = depth_sums(p, below, T.mask.masked, T)
     drawn, ahead = (), ()
     if T.modifiers.dropout:
-        drawn = draw_tile(tile, at, size, given[0], T)
+        drawn = draw_tile(tile, at, size, seed, T)
     if T.softmax.draws_ahead:
-        ahead = words_of(following, at, size, given[0], T)
+        ahead = words_of(following, at, size, seed, T)
     if HALF == LOWER:
         p = followed_by_zeros(p)
-    weights = stored_weights(p, T) if T.stored.fp8 else as_weights(p, drawn, given[0], mem.v.dtype, T)
+    weights = stored_weights(p, T) if T.stored.fp8 else as_weights(p, drawn, seed, mem.v.dtype, T)
     if T.mask.asks and T.mask.blocks_q == 0:
-        blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
+        blank_hidden(mem.v, mem.values, use, tile, at, size, mask_args, GROUP, T.columns_v, T.parts_v, T, MASK)
     elif T.mask.unseen and not T.mask.asks:
         blank_unseen(mem.v, mem.values, use, tile, size, T.columns_v, T.parts_v, T)
     top = gl.convert_layout(top, row_layout(T.block_k))
@@ -376,9 +375,8 @@ def begin(fetched, mem, use, tile, following, at, size, scale, score_args, given
 
 
 @gluon.jit
-def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
-         GROUP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr, SCORE: gl.constexpr,
-         MASK: gl.constexpr):  # fmt: skip
+def step(rows, use, tile, following, scene, GROUP: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, T: gl.constexpr,
+         SCORE: gl.constexpr, MASK: gl.constexpr):  # fmt: skip
     """The state after a further key tile, or a HALF of it; the values of the one before are added meanwhile.
 
     Where T.softmax.watches nothing stands between scores and exponentials, neither a maximum nor the wait for that product,
@@ -389,7 +387,8 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     multiply.
     """
     KEYS: gl.constexpr = keys_of(HALF, T.block_k)
-    score = starts(rows.fetched, mem, use, tile, at, size, scale, score_args, GROUP, MASKED, KEYS, T, SCORE)
+    mem, at, size, scale, score_args, mask_args, seed, wild = scene
+    score = starts(rows.fetched, use, tile, scene, GROUP, MASKED, KEYS, T, SCORE)
     fetched = fetch(following, at, size, score_args, MASKED, T, SCORE)
     if T.stored.fp8:
         acc = add_stored(rows, mem, use - 1, T)
@@ -403,18 +402,18 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
     pass_turn(GROUP, T)
     drawn, ahead = (), ()
     if T.modifiers.dropout and not T.softmax.draws_ahead:
-        drawn = draw_tile(tile, at, size, given[0], T)
+        drawn = draw_tile(tile, at, size, seed, T)
         # Long over, but it ends in a jump, across which ptxas does not move the words to where nothing hides them.
         mem.keys.wait(use)
     elif T.pipeline.singly:  # between two waits for a channel a role meets: here, where the product is waited for anyway
         role_barrier()
-    wild = remembered(mem.again, GROUP, T) if T.softmax.votes else given[2]
+    wild = remembered(mem.again, GROUP, T) if T.softmax.votes else wild
     score = warpgroup_mma_wait(0 if T.schedule.apart else T.pieces, deps=[score])
     mem.keys.release(use)
     if T.stored.fp8:
         score = plain(score)
     decay = ()
-    score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, given[1], MASKED, T, SCORE, MASK)
+    score = shape_scores(score, part_of(tile, HALF), at, size, scale, score_args, mask_args, MASKED, T, SCORE, MASK)
     factor = unit(scale, score_args, T, SCORE) * LOG2E
     depth = ()
     if T.softmax.bounded:  # nothing is rescaled: curve and exponentials wait neither for a maximum nor for the values' product
@@ -423,14 +422,14 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             score = bent(score, scale, score_args, T, SCORE)
         p = exponentials(score * factor - gl.convert_layout(top * factor, row_layout(KEYS))[:, None], MASKED, T)
         total = rows.total + lane_sums(p, T)
-        weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
+        weights = as_weights(p, drawn, seed, mem.v.dtype, T)
         if not T.schedule.apart:
             acc = settle(acc, mem.values, use - 1, T.pieces)
     elif T.softmax.watches:
         base = lifted(score, rows.top, factor, wild, MASKED, T)
         if T.softmax.draws_ahead:
             drawn = spread_words(rows.ahead, T.block_k, False)
-            ahead = words_of(uniform(following), at, size, given[0], T)
+            ahead = words_of(uniform(following), at, size, seed, T)
         below = score * factor - across(level(base, MASKED, T), KEYS)
         p = exponentials(below, MASKED, T)
         if T.finds_entropy:
@@ -445,9 +444,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
             T.modifiers.dropout and not T.schedule.apart
         ):  # packed in front of the wait it is more than ptxas can order: each product would wait
             acc = settle(acc, mem.values, use - 1, T.pieces)
-            weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
+            weights = as_weights(p, drawn, seed, mem.v.dtype, T)
         else:
-            weights = as_weights(p, drawn, given[0], mem.v.dtype, T)
+            weights = as_weights(p, drawn, seed, mem.v.dtype, T)
             if not T.schedule.apart:
                 acc = settle(acc, mem.values, use - 1, T.pieces)
         acc = scaled(acc, decay, T)
@@ -478,9 +477,9 @@ def step(rows, mem, use, tile, following, at, size, scale, score_args, given,
         if T.stored.fp8:
             weights = stored_weights(p, T)
         else:
-            acc, weights = scaled(acc, decay, T), as_weights(p, drawn, given[0], mem.v.dtype, T)
+            acc, weights = scaled(acc, decay, T), as_weights(p, drawn, seed, mem.v.dtype, T)
     if MASKED and T.mask.asks:
-        blank_hidden(mem.v, mem.values, use, tile, at, size, given[1], GROUP, T.columns_v, T.parts_v, T, MASK)
+        blank_hidden(mem.v, mem.values, use, tile, at, size, mask_args, GROUP, T.columns_v, T.parts_v, T, MASK)
     return ForwardRows(acc, weights, top, total, fetched, ahead, decay if T.stored.fp8 else (), depth)
 
 

@@ -1,6 +1,6 @@
 """Which query tiles a block computes, and which key tiles these visit."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.kernels.device.blocks import block_counts, block_list, block_start, longest
 from flashtile.kernels.device.mask import key_range
@@ -47,6 +47,19 @@ class ForwardWalk(NamedTuple):
     low: gl.tensor
     high: gl.tensor
     end: gl.tensor
+
+
+class ForwardScene(NamedTuple):
+    """What all steps of a walk share: the block's memory, the warpgroup's queries, and what the kernel was given."""
+
+    mem: Any  # ForwardMemory, or that of a pass whose blocks are the forward's
+    at: Job
+    size: Size  # the item's
+    scale: Any
+    score_args: Any
+    mask_args: Any
+    seed: Any  # of dropout
+    wild: Any  # as `retry.careful` has it; elsewhere nobody reads it
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ passes of the portable kernels are one here, with ten products of a tile for fif
 warpgroup adds the share of its own keys, so that neither waits for the other.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.grid import Sizes, padded_rows, seat
@@ -60,6 +60,20 @@ class SecondMemory:
         self.ds, self.shares, self.keys, self.queries = ds, shares, keys, queries
 
 
+class SecondDescriptors(NamedTuple):
+    """What the loader reads, as the kernel has it."""
+
+    q: Any
+    k: Any
+    v: Any
+    tq: Any
+    tk: Any
+    tv: Any
+    dout: Any
+    tdout: Any  # or None
+    rows: Any
+
+
 class KeyTile(NamedTuple):
     """The key tile of a block, and the query tiles that see it: [lo, hi), of which [full_lo, full_hi) need no mask."""
 
@@ -70,6 +84,16 @@ class KeyTile(NamedTuple):
     full_lo: gl.tensor
     full_hi: gl.tensor
     tiles: gl.tensor
+
+
+class SecondScene(NamedTuple):
+    """What all steps of a consumer share: the block's memory, its keys, and what the kernel was given."""
+
+    memory: SecondMemory
+    at: KeyTile
+    sizes: Sizes
+    band: tuple[gl.tensor, gl.tensor]
+    scale: Any
 
 
 @gluon.jit
@@ -91,21 +115,20 @@ def find(sizes, band, T: gl.constexpr):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, memory, sizes, band,
-         T: gl.constexpr):  # fmt: skip
+def load(descs, memory, sizes, band, T: gl.constexpr):
     """Role: bring keys and values into shared memory, then queries, step by step, with what belongs to them."""
-    MOVES: gl.constexpr = tdout_desc is not None  # pyright: ignore[reportAssignmentType]
-    ARRIVING: gl.constexpr = dout_desc.block_type.nbytes * (2 if MOVES else 1)
-    KEYS: gl.constexpr = (k_desc.block_type.nbytes + v_desc.block_type.nbytes) * 4
-    QUERIES: gl.constexpr = 2 * q_desc.block_type.nbytes + ARRIVING + COUNT * rows_desc.block_type.nbytes
+    MOVES: gl.constexpr = descs.tdout is not None  # pyright: ignore[reportAssignmentType]
+    ARRIVING: gl.constexpr = descs.dout.block_type.nbytes * (2 if MOVES else 1)
+    KEYS: gl.constexpr = (descs.k.block_type.nbytes + descs.v.block_type.nbytes) * 4
+    QUERIES: gl.constexpr = 2 * descs.q.block_type.nbytes + ARRIVING + COUNT * descs.rows.block_type.nbytes
     at = find(sizes, band, T)
     bar = memory.keys.announce(0, KEYS)
     for i in gl.static_range(2):
         key = at.column + i * 64
-        tma_load(k_desc, [at.batch, at.head_kv, key, 0], bar, memory.k.index(i))
-        tma_load(tk_desc, [at.batch, at.head_kv, key, 0], bar, memory.tk.index(i))
-        tma_load(v_desc, [at.batch, at.head_kv, key, 0], bar, memory.v.index(i))
-        tma_load(tv_desc, [at.batch, at.head_kv, key, 0], bar, memory.tv.index(i))
+        tma_load(descs.k, [at.batch, at.head_kv, key, 0], bar, memory.k.index(i))
+        tma_load(descs.tk, [at.batch, at.head_kv, key, 0], bar, memory.tk.index(i))
+        tma_load(descs.v, [at.batch, at.head_kv, key, 0], bar, memory.v.index(i))
+        tma_load(descs.tv, [at.batch, at.head_kv, key, 0], bar, memory.tv.index(i))
     step = gl.to_tensor(0)
     for member in range(sizes.group):
         head = at.head_kv * sizes.group + member
@@ -113,13 +136,13 @@ def load(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_des
             start = at.lo + nth * T.block_q
             bar = memory.queries.acquire(step, QUERIES)
             place = memory.queries.at(step)
-            tma_load(q_desc, [at.batch, head, start, 0], bar, memory.q.index(place))
-            tma_load(tq_desc, [at.batch, head, start, 0], bar, memory.tq.index(place))
-            tma_load(dout_desc, [at.batch, head, start, 0], bar, memory.dout.index(place))
+            tma_load(descs.q, [at.batch, head, start, 0], bar, memory.q.index(place))
+            tma_load(descs.tq, [at.batch, head, start, 0], bar, memory.tq.index(place))
+            tma_load(descs.dout, [at.batch, head, start, 0], bar, memory.dout.index(place))
             if MOVES:
-                tma_load(tdout_desc, [at.batch, head, start, 0], bar, memory.dout.index(T.stages + place))
+                tma_load(descs.tdout, [at.batch, head, start, 0], bar, memory.dout.index(T.stages + place))
             for i in gl.static_range(COUNT):
-                tma_load(rows_desc, [at.batch, head, i, start], bar, memory.rows.index(COUNT * place + i))
+                tma_load(descs.rows, [at.batch, head, i, start], bar, memory.rows.index(COUNT * place + i))
             step = step + 1
 
 
@@ -129,6 +152,7 @@ def consume(dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, W: gl.conste
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
     at = find(sizes, band, T)
+    scene = SecondScene(memory, at, sizes, band, scale)
     dk = gl.zeros([64, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
     dv = gl.zeros([64, COLUMNS_V], gl.float32, matrix_layout(COLUMNS_V))  # pyright: ignore[reportCallIssue]
     memory.keys.wait(0)
@@ -137,7 +161,7 @@ def consume(dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, W: gl.conste
         head = at.head_kv * sizes.group + member
         for nth in range(at.tiles):
             start = at.lo + nth * T.block_q
-            dk, dv = step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W, MOVES, T)
+            dk, dv = step_keys(dk, dv, sum_desc, step, head, start, scene, W, MOVES, T)
             step = step + 1
     store_wait(0)  # the last share
     PLACES: gl.constexpr = 2 * T.columns * T.block_q * 2 // (64 * COLUMNS)
@@ -178,9 +202,9 @@ def across(memory, place, NTH: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def step_keys(dk, dv, sum_desc, memory, step, head, start, at, sizes, band, scale, W: gl.constexpr, MOVES: gl.constexpr,
-              T: gl.constexpr):  # fmt: skip
+def step_keys(dk, dv, sum_desc, step, head, start, scene, W: gl.constexpr, MOVES: gl.constexpr, T: gl.constexpr):
     """Add 64 queries of a head to dk and dv of 64 keys, and the share of these to dq's sum."""
+    memory, at, sizes, band, scale = scene
     BLOCK_Q: gl.constexpr = T.block_q
     COLUMNS: gl.constexpr = T.columns
     COLUMNS_V: gl.constexpr = T.columns_v
@@ -288,13 +312,14 @@ def attention_second(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_des
     ds = gl.allocate_shared_memory(q_desc.dtype, [4, 64, BLOCK_Q], SCORES)
     shares = gl.allocate_shared_memory(gl.float32, [2 * T.parts_dq, 1, 1, 64 * BLOCK_Q // 256, 256], sum_desc.layout)
     keys, queries = make_channel(1, 0), make_channel(STAGES, 2, 1, True)
+    descs = SecondDescriptors(q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc)
     memory = SecondMemory(k, tk, v, tv, q, tq, dout, rows, ds, shares, keys, queries)
     fence_async_shared()
     await_stream(False)
     gl.warp_specialize([
         (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 0, MOVES, T)),
         (consume, (dk_desc, dv_desc, sum_desc, memory, sizes, band, scale, 1, MOVES, T)),
-        (load, (q_desc, k_desc, v_desc, tq_desc, tk_desc, tv_desc, dout_desc, tdout_desc, rows_desc, memory, sizes, band, T)),
+        (load, (descs, memory, sizes, band, T)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

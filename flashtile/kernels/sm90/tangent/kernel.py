@@ -20,7 +20,7 @@ from flashtile.kernels.sm90.device.layouts import matrix_layout, operand_layout,
 from flashtile.kernels.sm90.device.scores import lane_sums, level, shape_scores
 from flashtile.kernels.sm90.forward.epilogue import send
 from flashtile.kernels.sm90.forward.kernel import enter, leave
-from flashtile.kernels.sm90.forward.tile_scheduler import job_at, measure, place_at, place_count, sized, visit
+from flashtile.kernels.sm90.forward.tile_scheduler import ForwardScene, job_at, measure, place_at, place_count, sized, visit
 from flashtile.triton_glue.gluon import (
     aggregate,
     fence_async_shared,
@@ -119,32 +119,34 @@ def consume(out_desc, tout_desc, targets, mem, whole, rest, GROUP: gl.constexpr,
     place = place_at(0, whole, T)
     while place < places:
         job = job_at(place, whole, rest[2], T)
-        use = attend(use, turn, job, out_desc, tout_desc, targets, mem, whole, rest, GROUP, MOVES_K, MOVES_V, T)
+        entered = enter(use, job, mem, whole, rest[2], GROUP, T)
+        use = attend(entered, turn, out_desc, tout_desc, targets, mem, whole, rest, GROUP, MOVES_K, MOVES_V, T)
         turn = turn + 1
         place = place_at(turn, whole, T)
 
 
 @gluon.jit
-def attend(use, turn, job, out_desc, tout_desc, targets, mem, whole, rest, GROUP: gl.constexpr, MOVES_K: gl.constexpr,
+def attend(entered, turn, out_desc, tout_desc, targets, mem, whole, rest, GROUP: gl.constexpr, MOVES_K: gl.constexpr,
            MOVES_V: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    """Key tiles used: the GROUP-th 64 queries of a Job."""
-    use, at, size, seen, first, _ = enter(use, job, mem, whole, rest[2], GROUP, T)
+    """Key tiles used: the GROUP-th 64 queries of a Job; entered as `enter` gives it."""
+    use, at, size, seen, first, _ = entered
+    scene = ForwardScene(mem, at, size, rest[0], rest[1], (), (), ())
     mem.queries.wait(turn * T.groups + GROUP)
-    rows, ref = begin(mem, use, seen.end - 1, at, size, rest, GROUP, MOVES_K, MOVES_V, T)
+    rows, ref = begin(use, seen.end - 1, scene, GROUP, MOVES_K, MOVES_V, T)
     use += 1
     if T.mask.masks_first:
         for n in range(seen.end - 1 - seen.high):
             tile = seen.end - 2 - n
-            rows = step(rows, ref, mem, use, tile, at, size, rest, GROUP, T.mask.above, MOVES_K, MOVES_V, T)
+            rows = step(rows, ref, use, tile, scene, GROUP, T.mask.above, MOVES_K, MOVES_V, T)
             use += 1
     for n in range(seen.high - seen.low):
         tile = seen.high - 1 - n
-        rows = step(rows, ref, mem, use, tile, at, size, rest, GROUP, False, MOVES_K, MOVES_V, T)
+        rows = step(rows, ref, use, tile, scene, GROUP, False, MOVES_K, MOVES_V, T)
         use += 1
     if T.mask.left:
         for n in range(seen.low - seen.first):
             tile = seen.low - 1 - n
-            rows = step(rows, ref, mem, use, tile, at, size, rest, GROUP, T.mask.below, MOVES_K, MOVES_V, T)
+            rows = step(rows, ref, use, tile, scene, GROUP, T.mask.below, MOVES_K, MOVES_V, T)
             use += 1
         if T.mask.unseen:
             blank_values(mem, use - 1, seen.first, size, MOVES_V, T)
@@ -224,14 +226,14 @@ def slopes_of(raw, p, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def begin(mem, use, tile, at, size, rest, GROUP: gl.constexpr, MOVES_K: gl.constexpr,
-          MOVES_V: gl.constexpr, T: gl.constexpr):  # fmt: skip
+def begin(use, tile, scene, GROUP: gl.constexpr, MOVES_K: gl.constexpr, MOVES_V: gl.constexpr, T: gl.constexpr):
     """(the state after the first key tile without its values, ref): what T is near to, its mean there."""
+    mem, at, size, scale, score_args, _, _, _ = scene
     MASKED: gl.constexpr = T.mask.above if T.mask.masked else 0  # pyright: ignore[reportAssignmentType]
     ROWS: gl.constexpr = T.rows
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
-    factor = rest[0] * LOG2E
+    factor = scale * LOG2E
     mem.keys.wait(use)
     take_turn(GROUP, T)
     score = multiply_keys(mem, use, GROUP, T)
@@ -240,15 +242,15 @@ def begin(mem, use, tile, at, size, rest, GROUP: gl.constexpr, MOVES_K: gl.const
     score = warpgroup_mma_wait(0, deps=[score])
     slope = warpgroup_mma_wait(0, deps=[slope])
     mem.keys.release(use)
-    score = shape_scores(score, tile, at, size, rest[0], rest[1], (), MASKED, T, None, None)
+    score = shape_scores(score, tile, at, size, scale, score_args, (), MASKED, T, None, None)
     top = gl.convert_layout(gl.max(score, 1), row_layout(BLOCK_K))
     p = gl.exp2(score * factor - level(top * factor, MASKED, T)[:, None])
     finite = gl.abs(slope) < float("inf")
     weight = gl.where(finite, gl.maximum(p, 2.0**-60), 0.0)  # of a row that sees none of these keys, too
     whole = gl.sum(weight, 1)
-    ref = gl.sum(gl.where(finite, slope * rest[0], 0.0) * weight, 1) / gl.where(whole == 0.0, 1.0, whole)
+    ref = gl.sum(gl.where(finite, slope * scale, 0.0) * weight, 1) / gl.where(whole == 0.0, 1.0, whole)
     ref = gl.convert_layout(ref, row_layout(BLOCK_K))
-    bend = p * (slopes_of(slope, p, rest[0], MASKED) - ref[:, None])
+    bend = p * (slopes_of(slope, p, scale, MASKED) - ref[:, None])
     if T.mask.unseen:
         blank_values(mem, use, tile, size, MOVES_V, T)
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
@@ -256,12 +258,13 @@ def begin(mem, use, tile, at, size, rest, GROUP: gl.constexpr, MOVES_K: gl.const
 
 
 @gluon.jit
-def step(rows, ref, mem, use, tile, at, size, rest, GROUP: gl.constexpr, MASKED: gl.constexpr, MOVES_K: gl.constexpr,
+def step(rows, ref, use, tile, scene, GROUP: gl.constexpr, MASKED: gl.constexpr, MOVES_K: gl.constexpr,
          MOVES_V: gl.constexpr, T: gl.constexpr):  # fmt: skip
     """The state after a further key tile; the values of the one before are added."""
+    mem, at, size, scale, score_args, _, _, _ = scene
     BLOCK_K: gl.constexpr = T.block_k
     COLUMNS: gl.constexpr = T.columns_v
-    factor = rest[0] * LOG2E
+    factor = scale * LOG2E
     mem.keys.wait(use)
     take_turn(GROUP, T)
     acc, turn = add_values(rows, mem, use - 1, MOVES_V, T)
@@ -271,7 +274,7 @@ def step(rows, ref, mem, use, tile, at, size, rest, GROUP: gl.constexpr, MASKED:
     slope = multiply_slopes(mem, use, GROUP, MOVES_K, T)
     pass_turn(GROUP, T)
     score = warpgroup_mma_wait(2 if MOVES_K else 1, deps=[score])
-    score = shape_scores(score, tile, at, size, rest[0], rest[1], (), MASKED, T, None, None)
+    score = shape_scores(score, tile, at, size, scale, score_args, (), MASKED, T, None, None)
     top = gl.maximum(rows.top, gl.convert_layout(gl.max(score, 1), row_layout(BLOCK_K)))
     shift = level(top * factor, MASKED, T)
     decay = gl.exp2(rows.top * factor - shift)
@@ -282,7 +285,7 @@ def step(rows, ref, mem, use, tile, at, size, rest, GROUP: gl.constexpr, MASKED:
     mem.keys.wait(use)  # long over, but it ends in a jump, behind which ptxas would put the exponentials
     slope = warpgroup_mma_wait(0, deps=[slope])
     mem.keys.release(use)
-    bend = p * (slopes_of(slope, p, rest[0], MASKED) - ref[:, None])
+    bend = p * (slopes_of(slope, p, scale, MASKED) - ref[:, None])
     mean = rows.mean * decays + lane_sums(bend, T)
     decay = gl.convert_layout(decay, row_layout(COLUMNS))[:, None]
     return TangentRows(acc * decay, turn * decay, pack(p, mem.v.dtype), pack(bend, mem.v.dtype), top, total, mean)
