@@ -91,6 +91,9 @@ def problems() -> Iterator[str]:
             yield f"attention(q=1x1000x8x{head_dim},kv={n}x8x{head_dim},{dtype},band=:0)"
         for batch, n, rest in ((16, 512, ""), (1, 200, ""), (1, 200, ",score=softcap(30.0)+alibi(1x8:fp32:grad)")):
             yield f"attention(q={batch}x{n}x8x{head_dim},kv={n}x8x{head_dim},fp32,band=:0{rest},tf32x3)"  # other products
+    for head_dim in (64, 128, 256):  # sums of so many heads that what is rounded off them is kept
+        for n, rest in ((512, "band=:0"), (2048, "band=:0"), (512, "score=softcap(30.0),dropout=0.1")):
+            yield f"attention(q=2x{n}x32x{head_dim},kv={n}x1x{head_dim},fp32,{rest},tf32x3)"
     for head_dim, rest in ((64, ""), (128, ",band=:0"), (128, ",band=:0,dropout=0.1")):  # dq made in the pass over keys
         yield f"attention(q=8x2048x8x{head_dim},kv=2048x8x{head_dim},bf16{rest})"
     for dims in ((40, 40), (80, 80), (96, 96), (192, 128), (64, 128), (5, 40)):

@@ -106,14 +106,19 @@ def small_products(a, b, T: tl.constexpr):
 
     NaN comes of inf - inf in a lower part: `high` alone says what is infinite.
     """
-    small = tl.dot(a[1], b[1])
-    small = tl.dot(a[2], b[0], small)
-    small = tl.dot(a[0], b[2], small)
-    small = tl.dot(a[1], b[0], small)
-    small = tl.dot(a[0], b[1], small)
+    small = add_small_products(tl.dot(a[1], b[1]), a, b)
     if T.cut:
         return small
     return tl.where(small == small, small, 0.0)
+
+
+@jit
+def add_small_products(small, a, b):
+    """small + a times b but the products of the highest parts and of the middle ones."""
+    small = tl.dot(a[2], b[0], small)
+    small = tl.dot(a[0], b[2], small)
+    small = tl.dot(a[1], b[0], small)
+    return tl.dot(a[0], b[1], small)
 
 
 @jit
@@ -190,6 +195,45 @@ def add_product(acc, a, b, T: tl.constexpr):
         return rounded_sum(product(a, b, T), acc)
     else:
         return tl.dot(operand(a[0], T), operand(b[0], T), acc, input_precision=T.precision)
+
+
+@jit
+def long_sum(ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
+    """What `add_to_sum` adds up, at first: (a sum,), or where T.keeps_rest (a sum, the rest that rounding takes off it)."""
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float64 if T.wide else tl.float32)
+    if T.keeps_rest:
+        return zeros, zeros
+    else:
+        return (zeros,)
+
+
+@jit
+def add_to_sum(sums, a, b, T: tl.constexpr):
+    """`long_sum` + a b.
+
+    The rest is what addition rounds off (Fast2Sum, Dekker 1971), and of aligned parts the small products too: it is so much
+    smaller than the sum that its own roundings, and a matrix unit's, are nothing.
+    """
+    if T.keeps_rest:
+        acc, rest = sums
+        if T.parts and not T.cut:
+            rest = add_small_products(tl.dot(a[1], b[1], rest), a, b)
+            fresh = tl.dot(a[0], b[0])
+        else:
+            fresh = product(a, b, T)
+        whole = rounded_sum(fresh, acc)
+        return whole, rest + (fresh - (whole - acc))
+    else:
+        return (add_product(sums[0], a, b, T),)
+
+
+@jit
+def whole_sum(sums, T: tl.constexpr):
+    """What a `long_sum` has come to; a rest that is not finite stands beside a sum that says what it is."""
+    if T.keeps_rest:
+        return sums[0] + tl.where(tl.abs(sums[1]) < float("inf"), sums[1], 0.0)
+    else:
+        return sums[0]
 
 
 @jit

@@ -25,13 +25,16 @@ from flashtile.kernels.device.memory import (
 )
 from flashtile.kernels.device.product import (
     add_product,
+    add_to_sum,
     aligned_parts,
     free_parts,
+    long_sum,
     product,
     product_and_rest,
     score_product,
     transposed,
-)  # fmt: skip
+    whole_sum,
+)
 from flashtile.kernels.device.score import capture, locate, probabilities, store_totals
 from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
 from flashtile.kernels.portable.rows import by_head, load_dlse, load_rows, rows_offset
@@ -124,9 +127,9 @@ def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: 
     row = (level[None, :], 0.0, norm[None, :])
     p, ds = probabilities(raw, dp, row, at, keep, scale, score_args, MASKED, T, SCORE)
     p = dropped(p, survives, place[4], T)
-    dv = add_product(dv, free_parts(p, dout.dtype, T), dout_parts, T)
+    dv = add_to_sum(dv, free_parts(p, dout.dtype, T), dout_parts, T)
     ds = free_parts(ds, q.dtype, T)
-    dk = add_product(dk, ds, q_parts, T)
+    dk = add_to_sum(dk, ds, q_parts, T)
     if T.adds_dq:
         if MASKED and T.mask.predicate:
             k = seen_parts(k, keep, T)
@@ -160,7 +163,6 @@ def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    WIDE = tl.float64 if T.wide else tl.float32
     seqlen_q, seqlen_k, heads, group = spans
     left, right = band[0], band[1]
     heads_kv = heads // group
@@ -184,8 +186,7 @@ def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score
     if T.held > 1:
         k = hold(k, COLUMNS)
     k, v = aligned_parts(k, T), aligned_parts(v, T)
-    dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
-    dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
+    dk, dv = long_sum(BLOCK_K, COLUMNS, T), long_sum(BLOCK_K, COLUMNS_V, T)
     seed = load_seed(score_args, T)
     place = (item.batch, head_kv, column + tl.arange(0, BLOCK_K)[:, None], column, seed)
     start_ptrs = (
@@ -224,9 +225,10 @@ def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score
     keys_own = item.span_k - column
     if grad_ptrs[1] is not None:
         dk_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[6]) + row_offset(column_k, strides[6])
-        store_tile(dk_tile, strides[6], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
+        store_tile(dk_tile, strides[6], whole_sum(dk, T) * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[2] is not None:
         dv_tile = grad_ptrs[2] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
+        dv = whole_sum(dv, T)
         if T.modifiers.dropout:
             dv *= seed.factor
         store_tile(dv_tile, strides[7], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)

@@ -101,6 +101,7 @@ class Tile:
     fp8: bool = False  # q is stored too, and all are multiplied so
     centers: bool = False  # a forward that takes what values average to off them, and adds it to out (`centers_values`)
     statistics: str = ""  # a forward that keeps rows' "peak", "entropy" or both
+    keeps_rest: bool = False  # of dk and dv what rounding takes off them is added up too (`sums_are_long`)
     repairs: bool = False  # a forward of rows whose lse, of another forward, is large or missing, and of no others (`repair`)
 
     @property
@@ -290,6 +291,16 @@ def centers_values(problem: AttentionProblem, launch: Launch) -> bool:
     return problem.float32_grade and alike and launch.products in ("cut", "aligned") and problem.head_dim_v <= LONGEST_SUM
 
 
+def sums_are_long(problem: AttentionProblem, launch: Launch) -> bool:
+    """Whether dk and dv, one sum over all query heads of a group, would be rounded more than plain PyTorch's: it adds up each
+    head by itself, and then the heads.
+    """
+    if not problem.float32_grade or launch.products == "float64":
+        return False
+    roundings = 2 if launch.products == "aligned" else 1  # of the sum, by a tile of queries
+    return 2 * roundings * problem.group >= launch.block_q
+
+
 def may_leave_one(problem: AttentionProblem) -> bool:
     """Whether every query may have one key that counts, if not by its band in general then by what is known at run time."""
     return problem.lone or problem.lengths.ragged or bool(problem.where or problem.score)
@@ -364,6 +375,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         ),
         grouped=grouped,
         exact=problem.float32_grade,
+        keeps_rest=which in ("keys", "fused") and sums_are_long(problem, launch),
         offset=backward and mends_lse(problem),
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.
