@@ -106,7 +106,14 @@ def test_all_heads_go_together_where_the_cache_holds_them() -> None:
         ("q=1x2048x32x128,kv=2048x8x128", ",band=:0", True),
         ("q=1x1024x32x128,kv=1024x8x128", "", True),
         ("q=1x4096x32x128,kv=4096x8x128", ",band=:0", False),
-        ("q=2x4096x64x128,kv=4096x8x128", "", False),
+        ("q=2x4096x64x128,kv=4096x8x128", "", True),  # 4,096 steps of a group's tile
+        ("q=1x8192x64x128,kv=8192x8x128", ",band=:0", True),
+        ("q=1x8192x64x128,kv=8192x8x128", ",band=1024:0", False),
+        ("q=1x8192x64x64,kv=8192x8x64", ",band=:0", False),
+        ("q=1x8192x40x128,kv=8192x8x128", ",band=:0", False),
+        ("q=2x8192x32x128,kv=8192x8x128", ",band=:0", False),
+        ("q=1x16384x32x128,kv=16384x8x128", "", True),
+        ("q=1x65536x64x128,kv=65536x8x128", ",band=:0", False),  # not measured, and 2 GB of dk and dv
         ("q=1x1000x32x128,kv=1000x8x128", "", False),
         ("q=1x1024x32x128,kv=1024x32x128", "", False),
         ("q=1x1024x32x192,kv=1024x8x192", "", False),

@@ -79,7 +79,7 @@ BACKWARD = {
 
 UNGROUPED = BackwardTiling(
     BackwardLaunch(ungrouped=True),
-    "tiles of heads that share keys would be long and few: each query head has tiles of its own, whose dk and dv are summed",
+    "tiles of heads that share keys would be few, or very long: each query head has tiles of its own; dk and dv are summed",
     "an H200, 2026-11-30: 2 x 3000, 20 heads for 4, of 128 columns, 0.973 to 0.823 ms, causal 0.529 to 0.444; not 1 x 2048, 32 "
     "for 8, whose tiles fill one round: 0.288, 0.314",
 )
@@ -177,6 +177,8 @@ def is_narrow(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
 CACHED_BYTES = 24 << 20
 GROUPED_BYTES = 128 << 20  # the same of grouped heads, whose tiles are long and few
 LONG_BYTES = 96 << 20  # the same of causal ones, whose tiles begin apart
+LONG_GROUP_BYTES = 64 << 20  # from which on query heads have tiles of their own (`has_long_groups`), up to
+MEASURED_GROUP_BYTES = 256 << 20  # 8 heads of 32,768 queries, for their dk and dv take memory as well
 BRIEF_BYTES = 12 << 20  # of a causal head beyond which a pass behind makes dq sooner than a warp of this one
 LISTED_BYTES = 16 << 20
 DOCUMENTS = STAGGERED = 8
@@ -192,17 +194,35 @@ def is_ungrouped(problem: AttentionProblem, device: Device, split: bool) -> bool
     """Whether query heads that share keys have tiles of their own: where those of groups would leave many blocks without one.
 
     Tiles under a causal mask differ in length: those of a group are chosen for where blocks have more than 1.5 of them. Others
-    where their last round is full, or they have so many rounds that it counts little; apart must be 1.2 times as short.
+    where their last round is full, or they have so many rounds that it counts little; apart must be 1.2 times as short. And
+    where a group's tiles are very long (`has_long_groups`).
     """
     p = problem
     narrow = max(columns_of(p.head_dim), columns_of(p.head_dim_v)) <= 128
     if p.group == 1 or split or p.deterministic or p.seqlen_q < MANY_QUERIES or not (narrow and is_plain(p)):
         return False
+    if has_long_groups(p):
+        return True
     tiles, blocks = backward_tiles(p, BackwardLaunch()), device.sm_count
     if p.band.right is not None and p.band.left is None and p.seqlen_q == p.seqlen_k:
         return 2 * tiles <= 3 * blocks
     rounds, apart = ceil(tiles / blocks) * p.group, ceil(tiles * p.group / blocks)
     return 5 * rounds >= 6 * apart
+
+
+def has_long_groups(problem: AttentionProblem) -> bool:
+    """Whether tiles of each query head, 128 columns wide, are faster though those of groups are many.
+
+    Their speed over that of a group's on an H200, 2026-11-30, causal (full): 8 heads 2 x 4096 1.082 (1.027), 1 x 8192 1.064,
+    1 x 32768 1.035; 4 heads 1 x 16384 1.022 (1.033), but 2 x 8192 0.993, 4 x 2048 0.967 (0.984); 5 heads 1 x 8192 1.003
+    (0.997).
+    """
+    p = problem
+    causal = p.band.right is not None and p.band.left is None
+    wide = columns_of(p.head_dim) == columns_of(p.head_dim_v) == 128
+    alike = p.seqlen_q == p.seqlen_k and (causal or p.band.right is p.band.left is None)
+    long = queries_bytes(p) >= LONG_GROUP_BYTES or (p.group >= 8 and p.seqlen_q >= 4096)
+    return wide and alike and long and queries_bytes(p) <= MEASURED_GROUP_BYTES
 
 
 def interleaves(problem: AttentionProblem, launch: BackwardLaunch) -> bool:
