@@ -315,8 +315,10 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengt
         p = gl.allocate_shared_memory(KIND, [2, ROWS, T.block_k], WEIGHTS)
     BOXES: gl.constexpr = T.pipeline.stages * T.boxes
     k = gl.allocate_shared_memory(k_desc.dtype, [BOXES * T.copied_k, 1, 1, T.box, T.copied_columns_k], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [BOXES * T.copied_v, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
-    loaded_k, loaded_v = make_channel(T.pipeline.stages, 1), make_channel(T.pipeline.stages, 1)
+    V_BOXES: gl.constexpr = T.places_v * T.piece_v * T.boxes if T.pieces > 1 else BOXES * T.copied_v  # pyright: ignore[reportAssignmentType]
+    V_PLACES: gl.constexpr = T.places_v if T.pieces > 1 else T.pipeline.stages  # pyright: ignore[reportAssignmentType]
+    v = gl.allocate_shared_memory(v_desc.dtype, [V_BOXES, 1, 1, T.box, T.copied_columns_v], v_desc.layout)
+    loaded_k, loaded_v = make_channel(T.pipeline.stages, 1), make_channel(V_PLACES, 1)
     wide_k, wide_v, keys, values = k, v, loaded_k, loaded_v
     if T.converts and not T.turned:
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_k, STRIP], KIND)

@@ -24,8 +24,13 @@ def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T
 @gluon.jit
 def fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T: gl.constexpr):
     """The same, of these boxes."""
+    PIECES: gl.constexpr = T.pieces
     fill(k_desc, mem.k, mem.loaded_k, use, pages, rows, seat.head, T.copied_k, T, T.first_copied_k)
-    fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
+    if PIECES > 1:
+        for piece in gl.static_range(PIECES):
+            fill(v_desc, mem.v, mem.loaded_v, use * PIECES + piece, pages, rows, seat.head, T.piece_v, T, piece * T.piece_v)
+    else:
+        fill(v_desc, mem.v, mem.loaded_v, use, pages, rows, seat.head, T.copied_v, T)
 
 
 @gluon.jit

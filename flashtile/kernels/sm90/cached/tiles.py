@@ -7,9 +7,9 @@ from flashtile.triton_glue.gluon import abreast, fence_async_shared, gl, gluon, 
 
 
 @gluon.jit
-def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
+def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr, PLACES: gl.constexpr = 0):
     """A ring's tile, of all boxes and columns."""
-    COUNT: gl.constexpr = T.places * PARTS
+    COUNT: gl.constexpr = (PLACES or T.places) * PARTS
     BLOCK_K: gl.constexpr = T.block_k
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, STRIP], tiles.dtype)
     strips = recast(tiles, tiles.dtype, [COUNT, BLOCK_K, STRIP], SHARED)
@@ -22,14 +22,16 @@ def tile_of(tiles, place, PARTS: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def blank(mem, use, first, end, T: gl.constexpr):
     """Zero the rows of a value tile outside of first <= row < end."""
-    PARTS: gl.constexpr = T.parts_v
+    PIECES: gl.constexpr = T.pieces
+    PARTS: gl.constexpr = T.piece_v
     BOXES: gl.constexpr = T.boxes
     BOX: gl.constexpr = T.box
-    mem.values.wait(use)
-    for part in gl.static_range(PARTS):
-        for box in gl.static_range(BOXES):
-            place = (mem.values.at(use) * PARTS + part) * BOXES + box
-            blank_rows(mem.v.index(place).reshape([BOX, STRIP]), first - box * BOX, end - box * BOX)
+    for piece in gl.static_range(PIECES):
+        mem.values.wait(use * PIECES + piece)
+        for part in gl.static_range(PARTS):
+            for box in gl.static_range(BOXES):
+                place = (mem.values.at(use * PIECES + piece) * PARTS + part) * BOXES + box
+                blank_rows(mem.v.index(place).reshape([BOX, STRIP]), first - box * BOX, end - box * BOX)
     fence_async_shared()
 
 

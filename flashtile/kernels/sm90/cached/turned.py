@@ -53,10 +53,16 @@ class TurnedRows(NamedTuple):
 @gluon.jit
 def nothing(T: gl.constexpr):
     """The state before the first key."""
+    PIECES: gl.constexpr = T.pieces
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = T.columns_v
     L: gl.constexpr = matrix_layout(ROWS)
-    acc, total = gl.zeros([COLUMNS, ROWS], gl.float32, L), gl.zeros([HEIGHT, ROWS], gl.float32, L)  # pyright: ignore[reportCallIssue]
+    total = gl.zeros([HEIGHT, ROWS], gl.float32, L)  # pyright: ignore[reportCallIssue]
+    acc = ()
+    for _ in gl.static_range(PIECES):
+        acc = acc + (gl.zeros([COLUMNS // PIECES, ROWS], gl.float32, L),)  # noqa: RUF005
+    if PIECES == 1:
+        acc = acc[0]
     return TurnedRows(acc, gl.full([ROWS], float("-inf"), gl.float32, column_layout(ROWS)), total)
 
 
@@ -78,10 +84,22 @@ def natural(acc, T: gl.constexpr):
     """[queries, columns of values] of an accumulator, in whose rows `value_operand` has these in its own order."""
     ROWS: gl.constexpr = T.rows
     COLUMNS: gl.constexpr = T.columns_v
-    if T.converts:
+    if T.pieces == 2:
+        return side_by_side(acc[0], acc[1]).permute((1, 0))
+    elif T.pieces == 4:
+        return side_by_side(side_by_side(acc[0], acc[1]), side_by_side(acc[2], acc[3])).permute((1, 0))
+    elif T.converts:
         return acc.reshape([COLUMNS // HEIGHT, 4, 2, 8, ROWS]).permute((4, 1, 3, 0, 2)).reshape([ROWS, COLUMNS])
     else:
         return acc.permute((1, 0))
+
+
+@gluon.jit
+def side_by_side(a, b):
+    """Both, one behind the other."""
+    HEIGHTS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = a.shape[1]
+    return gl.join(a, b).permute((2, 0, 1)).reshape([2 * HEIGHTS, COLUMNS])
 
 
 @gluon.jit
@@ -120,9 +138,20 @@ def first_step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
 @gluon.jit
 def last_step(rows, mem, use, start, seat, T: gl.constexpr):
     """The state with a tile's values added."""
-    acc = warpgroup_mma_wait(0, deps=[add_values(rows.acc, mem, use, start, seat, T)])
-    let_go(mem.values, use, T)
-    return TurnedRows(acc, rows.top, rows.total)
+    PIECES: gl.constexpr = T.pieces
+    if PIECES > 1:
+        some, done = (), ()
+        for piece in gl.static_range(PIECES):
+            tile = tile_of(mem.v, mem.values.at(use * PIECES + piece), T.piece_v, T, T.places_v)
+            some = some + (times(tile.permute((1, 0)), mem.p.index(use & 1), rows.acc[piece], True),)  # noqa: RUF005
+        for piece in gl.static_range(PIECES):
+            done = done + (warpgroup_mma_wait(PIECES - 1 - piece, deps=[some[piece]]),)  # noqa: RUF005
+            mem.values.release(use * PIECES + piece)
+        return TurnedRows(done, rows.top, rows.total)
+    else:
+        acc = warpgroup_mma_wait(0, deps=[add_values(rows.acc, mem, use, start, seat, T)])
+        let_go(mem.values, use, T)
+        return TurnedRows(acc, rows.top, rows.total)
 
 
 @gluon.jit
@@ -141,6 +170,7 @@ def weighed(rows, score, mem, use, start, seat, sizes, scale, ADDS: gl.constexpr
 
     ADDS: values of the tile before are being added.
     """
+    PIECES: gl.constexpr = T.pieces
     BLOCK_K: gl.constexpr = T.block_k
     ROWS: gl.constexpr = T.rows
     score = shaped(score * scale, mem, use, start, seat, sizes, T)
@@ -157,7 +187,13 @@ def weighed(rows, score, mem, use, start, seat, sizes, scale, ADDS: gl.constexpr
     sums = p
     if BLOCK_K > HEIGHT:
         sums = gl.convert_layout(gl.sum(p.reshape([BLOCK_K // HEIGHT, HEIGHT, ROWS]), 0), matrix_layout(ROWS))
-    return TurnedRows(acc * decay, top, rows.total * decay + sums)
+    if PIECES > 1:
+        decayed = ()
+        for piece in gl.static_range(PIECES):
+            decayed = decayed + (acc[piece] * decay,)  # noqa: RUF005
+        return TurnedRows(decayed, top, rows.total * decay + sums)
+    else:
+        return TurnedRows(acc * decay, top, rows.total * decay + sums)
 
 
 @gluon.jit
@@ -168,8 +204,11 @@ def multiply_keys(mem, use, T: gl.constexpr):
     PARTS: gl.constexpr = T.parts_k
     VALUES: gl.constexpr = T.parts_v
     zero = gl.zeros([BLOCK_K, ROWS], gl.float32, matrix_layout(ROWS))  # pyright: ignore[reportCallIssue]
-    mem.keys.wait(use)
-    if T.latent:
+    if T.pieces == 1:
+        mem.keys.wait(use)
+    if T.pieces > 1:
+        return multiply_pieces(mem, use, zero, T)
+    elif T.latent:
         mem.values.wait(use)
         first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in registers for the next tile
         wide = abreast(mem.q, first, ROWS, STRIP, VALUES)
@@ -179,6 +218,22 @@ def multiply_keys(mem, use, T: gl.constexpr):
         return times(key_operand(mem, use, T), first_parts(mem.q, 0, ROWS, STRIP, PARTS), zero, False)
     else:
         return times(tile_of(mem.k, mem.keys.at(use), PARTS, T), first_parts(mem.q, 0, ROWS, STRIP, PARTS), zero, False)
+
+
+@gluon.jit
+def multiply_pieces(mem, use, zero, T: gl.constexpr):
+    """The same of latents whose values come in pieces."""
+    PIECES: gl.constexpr = T.pieces
+    ROWS: gl.constexpr = T.rows
+    first = uniform(gl.to_tensor(0))  # else addresses of the queries wait in registers for the next tile
+    score = zero
+    for piece in gl.static_range(PIECES):
+        at = use * PIECES + piece
+        mem.values.wait(at)
+        tile = tile_of(mem.v, mem.values.at(at), T.piece_v, T, T.places_v)
+        score = times(tile, abreast(mem.q, first + piece, ROWS, STRIP, T.piece_v), score, piece > 0)
+    mem.keys.wait(use)
+    return times(tile_of(mem.k, mem.keys.at(use), 1, T), mem.q.index(first + T.parts_v).reshape([ROWS, STRIP]), score, True)
 
 
 @gluon.jit

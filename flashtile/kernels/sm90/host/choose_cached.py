@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashtile.kernels.device.decoding import PROGRAM_KEYS, group_of
 from flashtile.kernels.device.score import Form
@@ -41,6 +41,7 @@ class CachedLaunch:
     registers: int | None = 128
     places: int = 0
     turned: bool = False
+    pieces: tuple[int, int] = (1, 0)  # of a value tile, and those under way
 
     def rows_of(self, rows: int) -> int:
         """Rows of the queries' tile, of so many that there are."""
@@ -49,6 +50,7 @@ class CachedLaunch:
     def spell(self) -> str:
         words = [f"{self.block_k} keys turned" if self.turned else f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
         words += [f"places={self.places}"] if self.places else []
+        words += [f"pieces={self.pieces[0]}x{self.pieces[1]}"] if self.pieces[1] else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
 
@@ -60,6 +62,7 @@ class CachedPipeline:
     places: int = 0  # of converted ones that wait to be multiplied; 0 where who multiplies converts
     loader_registers: int = LOADER_REGISTERS  # of each thread of the producer
     registers: int = 240  # of each thread of a consumer, where there are two
+    pieces: int = 0  # of value tiles under way, where they come in pieces
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class CachedTile(Narrow):
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
+    pieces: int = 1  # of a value tile, each with a place and a barrier of its own
 
     @property
     def may_start_empty(self) -> bool:
@@ -122,6 +126,16 @@ class CachedTile(Narrow):
     def places(self) -> int:
         """Tiles that may wait to be multiplied."""
         return self.pipeline.places or (1 if self.converts and not self.turned else self.pipeline.stages)
+
+    @property
+    def places_v(self) -> int:
+        """Pieces of value tiles that may wait to be multiplied."""
+        return self.pipeline.pieces or self.places
+
+    @property
+    def piece_v(self) -> int:
+        """Strips of such a piece."""
+        return self.parts_v // self.pieces
 
     @property
     def copied_columns_k(self) -> int:
@@ -159,7 +173,11 @@ def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ..
     window 48 of narrow ones of 16 bits.
     """
     if problem.shared:
-        return (CachedLaunch(64, 2, None, turned=True),)
+        return (
+            CachedLaunch(64, 2, None, turned=True),
+            CachedLaunch(64, 3, None, turned=True, pieces=(2, 5)),
+            CachedLaunch(64, 3, None, turned=True, pieces=(4, 11)),
+        )
     if problem.stored is None:
         two, three = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
         if not narrow:
@@ -216,11 +234,13 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
     if problem.shared and not launch.turned:
         pipeline = CachedPipeline(launch.stages, 0, 24)
+    pipeline = replace(pipeline, pieces=launch.pieces[1])
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
         turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
+        pieces=launch.pieces[0],
     )  # fmt: skip
 
 
