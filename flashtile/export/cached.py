@@ -48,7 +48,7 @@ class CachedExport:
     def unit(self) -> int:
         """What the pools' strides are multiples of: where head_dim allows it, so many that loads are whole vectors."""
         problem = self.problem
-        return gcd(16, problem.columns_k, 16 if problem.shared and not problem.apart else problem.attention.head_dim_v)
+        return gcd(16, problem.columns_k, 16 if problem.one_pool else problem.attention.head_dim_v)
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class CachedExport:
     def strided(self) -> tuple[str, ...]:
         """Names of the pools' strides: of both alike, where they are equally wide."""
         problem = self.problem
-        if (problem.shared and not problem.apart) or problem.columns_k == problem.attention.head_dim_v:
+        if problem.one_pool or problem.columns_k == problem.attention.head_dim_v:
             return AXES
         return tuple(f"{side}_{axis}" for side in "kv" for axis in AXES)
 

@@ -103,7 +103,7 @@ def cached_buffers(problem: CachedProblem) -> tuple[Buffer, ...]:
         {"k": (*pool, problem.columns_k), "v": (*pool, p.head_dim_v)},
         None if stored is None else stored.buffer_dtype,
     )
-    left_out = {"cu_seqlens_k", *(["v"] if problem.shared and not problem.apart else [])}
+    left_out = {"cu_seqlens_k", *(["v"] if problem.one_pool else [])}
     given = [
         replace(b, shape=shapes[b.name], dtype=dtype or b.dtype) if b.name in shapes else b
         for b in forward_buffers(p)

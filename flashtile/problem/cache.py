@@ -123,6 +123,11 @@ class CachedProblem:
             )
 
     @property
+    def one_pool(self) -> bool:
+        """Whether there is no v: its numbers are in k."""
+        return self.shared and not self.apart
+
+    @property
     def columns_k(self) -> int:
         """Of the pool k."""
         return self.attention.head_dim - (self.attention.head_dim_v if self.apart else 0)
@@ -307,5 +312,5 @@ def append_of(problem: CachedProblem) -> AppendProblem:
     p, pages, items = problem.attention, problem.pages, problem.attention.batch
     return AppendProblem(
         p.slabs, p.span_q, p.heads_kv, problem.columns_k, p.head_dim_v, p.dtype, pages.pages, pages.page_size, problem.stored,
-        problem.shared and not problem.apart, items, pages.columns if pages.table else None, p.lengths.varlen,
+        problem.one_pool, items, pages.columns if pages.table else None, p.lengths.varlen,
     )  # fmt: skip

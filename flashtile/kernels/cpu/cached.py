@@ -57,7 +57,7 @@ def forward(problem: CachedProblem, tensors: Tensors, outputs: tuple[str, ...]) 
     lengths = Lengths(p.slabs * p.span_q, int(count[-1]))
     flat = replace(p, lengths=lengths)
     keys = {"k": tensors["k"][page, row]}
-    keys["v"] = tensors["v"][page, row] if problem.apart or not problem.shared else keys["k"][..., : p.head_dim_v]
+    keys["v"] = keys["k"][..., : p.head_dim_v] if problem.one_pool else tensors["v"][page, row]
     if problem.apart:
         keys["k"] = torch.cat([keys["v"], keys["k"]], -1)
     wide = computed_in(problem)

@@ -157,7 +157,7 @@ def plan_cached(problem: CachedProblem, device: Device) -> Plan:
     scaled = ("", "") if stored is None else (stored.k_scale, stored.v_scale)
     scales = tuple(Pointer(f"{side}_scale") if how else None for side, how in zip("kv", scaled, strict=True))
     sink_strides = Strides("sink") if sink is not None else (0,)
-    main, other = ("v", "k") if problem.apart else ("k", None if problem.shared else "v")
+    main, other = ("v", "k") if problem.apart else ("k", None if problem.one_pool else "v")
     strides = (
         Strides("q"),
         Strides(main),

@@ -270,14 +270,14 @@ def describe(
     request = read(text)
     batch = page_table.shape[0] if page_table is not None else three[1].shape[0]
     pages = check_table(three[1], page_table, batch, first)
+    apart = is_apart(*three)
     try:
-        wide = side_by_side(*three, pages, batch, request.varlen, is_apart(*three))
+        wide = side_by_side(*three, pages, batch, request.varlen, apart)
         named = request.named(wide, others, 0, floats, ints)
     except InvalidProblem as error:
         raise renamed(error, CALLED) from None
     split = default_split(named.problem, pages) if split < 0 else split
-    stored, apart = stored_of(three[1], scales), is_apart(*three)
-    shared = apart or is_shared(*three[1:])
+    stored, shared = stored_of(three[1], scales), apart or is_shared(*three[1:])
     aligned = all(addressable(t.shape, t.stride(), t.element_size(), t.data_ptr()) for t in three[1:])
     return CachedProblem(named.problem, pages, split, stored, shared, apart, aligned), request, named.options.backend
 

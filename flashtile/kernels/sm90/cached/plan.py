@@ -56,7 +56,7 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         latents = Descriptor("v", keys.block) if problem.apart else keys
         kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
-        values = keys if problem.shared and not problem.apart else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        values = keys if problem.one_pool else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (programs * seen, 1, 1), args, (("T", tile),), 4, contracts=False,
