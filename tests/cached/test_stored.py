@@ -53,6 +53,33 @@ def test_absorbed_mla(backend: str, place: torch.device, seqlen_q: int, heads: i
     check(absorbed(seqlen_q, heads, kind, place), backend)
 
 
+@pytest.mark.parametrize("shape", [(2,), (3, 2), (3, 9, 2)], ids=["heads", "items", "tokens"])
+def test_latents_in_a_tensor_of_their_own_have_the_values_scale(
+    backend: str, place: torch.device, shape: tuple[int, ...]
+) -> None:
+    """As keys, too: scores are those of both caches as their own scales have them, with gradients or without."""
+    generator = torch.Generator().manual_seed(0)
+    q, qv, k, v = (torch.randn(3, *n, generator=generator).to(place) for n in ((2, 4, 16), (2, 4, 32), (9, 2, 16), (9, 2, 32)))
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    scales = [(torch.rand(shape, generator=generator) + low).to(place) for low in (0.2, 1.0)]
+    how: dict[str, Any] = dict(seqused_k=torch.tensor([9, 0, 5], dtype=torch.int32, device=place), causal=True, scale=0.1)
+    how["options"] = flashtile.Options(backend=backend)
+    whole = [s.expand(3, 2)[:, None, :, None] if s.dim() < 3 else s[..., None] for s in scales]
+    wide_k, wide_v = (t.float() * s for t, s in zip((k, v), whole, strict=True))
+    with torch.no_grad():
+        exact = flashtile.attention_cached(q, wide_k, wide_v, qv=qv, **how)
+        torch.testing.assert_close(
+            flashtile.attention_cached(q, k, v, qv=qv, k_scale=scales[0], v_scale=scales[1], **how), exact
+        )
+        one = [flashtile.attention_cached(q, *wide, qv=qv, **how) for wide in ((k.float(), wide_v), (wide_k, v.float()))]
+        for want, name in zip(one, ("v_scale", "k_scale"), strict=True):
+            scale = scales[name == "v_scale"]
+            torch.testing.assert_close(flashtile.attention_cached(q, k, v, qv=qv, **{name: scale}, **how), want)
+    how["options"] = flashtile.Options()
+    made = flashtile.attention_cached(q.requires_grad_(), k, v, qv=qv, k_scale=scales[0], v_scale=scales[1], **how)
+    torch.testing.assert_close(made, exact)
+
+
 def test_columns_of_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are columns of keys are no input of the plan; a copy of them is, and 576 columns beside it are refused."""
     from flashtile.torch.cache import operator

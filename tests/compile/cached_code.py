@@ -47,7 +47,7 @@ SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is
     ),
     "absorbed 16 in two": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, None, True),
     "absorbed 128": ("attention(q=8x2x128x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 0, None, True),
-    "absorbed e4m3": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
+    "e4m3 in two": ("attention(q=8x1x16x576,kv=4096x1x512,bf16,band=:0,used=k)", Pages(512, 64, 64), 512, STORED, True),
 }  # fmt: skip
 HOPPER: dict[str, tuple[str, Pages, int, Stored | None]] = {  # of 576 columns keys hold values
     "hopper": ("attention(q=8x1x32x128,kv=4096x8x128,bf16,used=k)", Pages(8, 4096, 1, False), 512, None),

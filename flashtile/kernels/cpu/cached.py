@@ -58,8 +58,6 @@ def forward(problem: CachedProblem, tensors: Tensors, outputs: tuple[str, ...]) 
     flat = replace(p, lengths=lengths)
     keys = {"k": tensors["k"][page, row]}
     keys["v"] = keys["k"][..., : p.head_dim_v] if problem.one_pool else tensors["v"][page, row]
-    if problem.apart:
-        keys["k"] = torch.cat([keys["v"], keys["k"]], -1)
     wide = computed_in(problem)
     flat = replace(flat, dtype=wide)
     q = q.to(TORCH[wide])
@@ -72,6 +70,8 @@ def forward(problem: CachedProblem, tensors: Tensors, outputs: tuple[str, ...]) 
                 token = getattr(problem.stored, f"{side}_scale") == "token"
                 number = number * (scale[page, row] if token else scale[item])[:, :, None]
             keys[side] = number
+    if problem.apart:
+        keys["k"] = torch.cat([keys["v"], keys["k"]], -1)
     keys = {side: t.to(q.dtype) for side, t in keys.items()}
     given = {name: tensor for name, tensor in tensors.items() if name.startswith(("score.", "mask.", "sink"))}
     given |= {"k": keys["k"][None], "v": keys["v"][None], "q": q.reshape(1, -1, *q.shape[2:])}

@@ -57,6 +57,18 @@ def head_scale(ptr, strides, item, head, batch, SCALE: tl.constexpr):
 
 
 @jit
+def scale_of_rows(ptr, strides, table, item, position, exists, head, size, PAGE: tl.constexpr, SCALE: tl.constexpr):
+    """(1, rows), or one number for all: what rows of an item's cache are to be multiplied by. table: (pointer or None, its
+    strides); size = (items, pages).
+    """
+    if SCALE == "token":
+        at = cache_rows(strides, table[0], table[1], item, position, exists, head, size[1], PAGE)
+        return tl.load(ptr + at, mask=exists, other=1.0)[None, :]
+    else:
+        return head_scale(ptr, strides, item, head, size[0], SCALE)
+
+
+@jit
 def times_tokens(x, ptr, at, exists):
     """A tile of rows, each times its own scale."""
     scale = tl.load(ptr + at, mask=exists, other=0.0)
@@ -162,6 +174,13 @@ def decode_forward(in_ptrs, out_ptrs, strides, lengths, seqlen_q, batch, group, 
                 k_at = cache_rows(strides[REST], in_ptrs[3], strides[3], seat.batch, position, there, head_kv, pages, PAGE)
             column = strides[REST][3]
             k_rest = cache_tile(in_ptrs[REST], k_at, column, there, FIRST, PACK.rest, PACK.rest_columns, KIND, PACK)
+            if PACK.apart and (K_SCALE != "" or V_SCALE != ""):
+                table, size = (in_ptrs[3], strides[3]), (batch, pages)
+                latents = scale_of_rows(
+                    in_ptrs[6], strides[7], table, seat.batch, position, there, head_kv, size, PAGE, V_SCALE
+                )
+                behind = scale_of_rows(in_ptrs[5], strides[6], table, seat.batch, position, there, head_kv, size, PAGE, K_SCALE)
+                product *= tl.div_rn(latents, behind)  # that of both is multiplied by the keys' below
             product += score_product(q_rest, transposed(aligned_parts(k_rest, T), T), T)
         if PACK.lowers:
             product *= q_factor[:, None]

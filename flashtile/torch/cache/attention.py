@@ -73,8 +73,9 @@ def attention_cached(
         depend on its batch. 0: one pass. None: by shapes; with cu_seqlens_q one pass. The CPU computes items one by one, and
         has no use for it.
     qv, with the others in `changes`: queries of the values (absorbed MLA whose keys lie apart), as q but for v_cache's columns:
-        scores are scale * (qv v^T + q k^T), the default scale of both widths. Rows of v_cache are read once. The caches may be
-        views of one tensor, or of two. Not with append, which goes before, nor shared_prefix.
+        scores are scale * (qv v^T + q k^T), the default scale of both widths; of 8 bits v is that times v_scale here, too. Rows
+        of v_cache are read once. The caches may be views of one tensor, or of two. Not with append, which goes before, nor
+        shared_prefix.
     shared_prefix, with the others in `changes`: so many first keys are the same for all items that have any, as where prompts
         begin alike: whole pages, which item 0's table names; without a table item 0's rows. All queries go over them
         together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.
