@@ -176,6 +176,7 @@ def test_descales(place: torch.device) -> None:
         assert torch.equal(asked, out)
         with pytest.raises(NotSupported, match=r"(?s)version 3's e4m3.*have none; give 16 bits with Options"):
             asked.float().sum().backward()
+        assert torch.equal(asked.mul_(2), 2 * out)  # which may be written over
         with pytest.raises(InvalidProblem, match="v_descale has shape"):
             fa3.flash_attn_func(q, k, v, v_descale=torch.ones(3, device=place))
         with pytest.raises(InvalidProblem, match="q_descale has shape"):
