@@ -66,6 +66,8 @@ class BatchMLAPagedAttentionWrapper:
                 raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and kv_len_arr {requests}; it must have one more.")
         begins = begins[: requests + 1]  # as flashinfer reads it, whose own tests give a longer one
         check_starts("kv_indptr", begins.cpu(), indices.shape[0])
+        starts_here = starts.cpu()
+        check_starts("qo_indptr", starts_here, int(starts_here[-1]))
         count = begins.diff()
         short = lengths > count * page_size
         if bool(short.any()):
@@ -74,11 +76,11 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_len_arr[{request}] is {int(lengths[request])} and the request has {int(count[request])} pages of "
                 f"{page_size} rows; they must hold its keys."
             )
-        queries, longest = starts.diff().unique().tolist(), int(count.max()) if requests else 0
+        queries, longest = starts_here.diff().unique().tolist(), int(count.max()) if requests else 0
         planned = dict(
-            each=queries[0] if len(queries) == 1 else None, longest=longest, starts=starts, begins=begins,
-            indices=indices, lengths=lengths,
+            each=queries[0] if len(queries) == 1 else None, longest=longest,
             how=dict(causal=bool(causal), scale=sm_scale, options=options()), **sizes,
+            **dict(zip(LISTS, (starts, begins, indices, lengths), strict=True)),
         )  # fmt: skip
         if self._kept is None:
             self._table, _ = table_of(begins, indices, max(longest, 1))
@@ -90,16 +92,16 @@ class BatchMLAPagedAttentionWrapper:
         """A plan's tensors in those that a graph reads."""
         before, table = self._planned, self._table
         if before is not None and planned["each"] != before["each"]:
+            now, then = ("unlike numbers" if p["each"] is None else p["each"] for p in (planned, before))
             raise InvalidProblem(
-                f"qo_indptr has {planned['each'] or 'unlike numbers of'} queries a request and the plan before "
-                f"{before['each'] or 'unlike numbers of them'}; with use_cuda_graph=True they are kept, as by its graph."
+                f"qo_indptr has queries a request: {now}, and the plan before {then}; with use_cuda_graph=True they are kept, "
+                "as by its graph."
             )
-        names = dict(zip(("starts", "begins", "indices", "lengths"), LISTS, strict=True))
-        for name, theirs in names.items():
-            count, room = planned[name].shape[0], kept[theirs].shape[0]
-            if count > room or (name == "lengths" and count != room):
+        for name in LISTS:
+            count, room = planned[name].shape[0], kept[name].shape[0]
+            if count > room or (name == "kv_len_arr" and count != room):
                 raise InvalidProblem(
-                    f"{theirs} has {count} elements and the wrapper's {room}; with use_cuda_graph=True a plan is written "
+                    f"{name} has {count} elements and the wrapper's {room}; with use_cuda_graph=True a plan is written "
                     "there, and the batch keeps its size."
                 )
         if table is not None and planned["longest"] > table.shape[1]:
@@ -107,17 +109,17 @@ class BatchMLAPagedAttentionWrapper:
                 f"kv_indptr gives a request {planned['longest']} pages, and the table of the captured graph has places for "
                 f"{table.shape[1]}, as many as the cache had; make another wrapper."
             )
-        made = {name: kept[theirs][: planned[name].shape[0]].copy_(planned[name]) for name, theirs in names.items()}
-        made["indices"] = kept["kv_indices"]
+        made = {name: kept[name][: planned[name].shape[0]].copy_(planned[name]) for name in LISTS}
+        made["kv_indices"] = kept["kv_indices"]
         if table is not None:
-            table.copy_(table_of(made["begins"], made["indices"], table.shape[1])[0])
+            table.copy_(table_of(made["kv_indptr"], made["kv_indices"], table.shape[1])[0])
         return made
 
     def _table_for(self, planned: dict[str, Any], pages: int) -> torch.Tensor:
         """The table of pages; a graph's has places for all that a cache has."""
         if self._table is None:
-            columns = max(planned["longest"], min(pages, planned["indices"].shape[0]), 1)
-            self._table, _ = table_of(planned["begins"], planned["indices"], columns)
+            columns = max(planned["longest"], min(pages, planned["kv_indices"].shape[0]), 1)
+            self._table, _ = table_of(planned["kv_indptr"], planned["kv_indices"], columns)
         return self._table
 
     def run(
@@ -145,7 +147,7 @@ class BatchMLAPagedAttentionWrapper:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, as plan was told.")
         if not len(ckv_cache) and not planned["longest"]:  # no request has a key
             ckv_cache, kpe_cache = (t.new_zeros((1, *t.shape[1:])) for t in (ckv_cache, kpe_cache))
-        each, requests = planned["each"], planned["lengths"].shape[0]
+        each, requests = planned["each"], planned["kv_len_arr"].shape[0]
         alike = each and q_nope.shape[0] == requests * each  # as many queries of every request: what Hopper's kernels take
         q, qv = (t.unflatten(0, (requests, each)) if alike else t for t in (q_pe, q_nope))
         v_cache, k_cache = ckv_cache[:, :, None], kpe_cache[:, :, None]
@@ -153,8 +155,8 @@ class BatchMLAPagedAttentionWrapper:
             q, qv, k_cache = qv, None, v_cache
         try:
             made, sums = attention_cached(
-                q, k_cache, v_cache, self._table_for(planned, ckv_cache.shape[0]), seqused_k=planned["lengths"], qv=qv,
-                cu_seqlens_q=None if alike else planned["starts"], return_lse=True, **planned["how"],
+                q, k_cache, v_cache, self._table_for(planned, ckv_cache.shape[0]), seqused_k=planned["kv_len_arr"], qv=qv,
+                cu_seqlens_q=None if alike else planned["qo_indptr"], return_lse=True, **planned["how"],
             )  # fmt: skip
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None

@@ -262,6 +262,8 @@ def test_refusals() -> None:
         wrapper.plan(starts, begins, made.lists, made.used + torch.tensor([0, 0, 100, 0], dtype=torch.int32), *sizes)
     with pytest.raises(InvalidProblem, match="qo_indptr has 3 elements and kv_len_arr 4"):
         wrapper.plan(starts[:3], begins, made.lists, made.used, *sizes)
+    with pytest.raises(InvalidProblem, match=r"qo_indptr is \[1, 2, 3, 4, 5\]; it must start with 0"):
+        wrapper.plan(starts + 1, begins, made.lists, made.used, *sizes)
     wrapper.plan(starts, begins, made.lists, made.used, *sizes)
     empty = torch.zeros_like(made.used)
     wrapper.plan(starts, empty.new_zeros(5), made.lists[:0], empty, *sizes)  # a cache of no pages
@@ -275,7 +277,9 @@ def test_refusals() -> None:
     kept = [t.clone() for t in (starts, begins, made.lists, made.used)]
     wrapper = BatchMLAPagedAttentionWrapper(None, True, *kept)
     wrapper.plan(starts, begins, made.lists, made.used, *sizes)
-    with pytest.raises(InvalidProblem, match="qo_indptr has 2 queries a request and the plan before 1; with use_cuda_graph"):
+    with pytest.raises(InvalidProblem, match="qo_indptr has queries a request: 2, and the plan before 1; with use_cuda_graph"):
         wrapper.plan(2 * starts, begins, made.lists, made.used, *sizes)
+    with pytest.raises(InvalidProblem, match="qo_indptr has queries a request: 0, and the plan before 1; with use_cuda_graph"):
+        wrapper.plan(0 * starts, begins, made.lists, made.used, *sizes)
     with pytest.raises(InvalidProblem, match="kv_indices has 8 elements and the wrapper's 4; with use_cuda_graph=True"):
         wrapper.plan(starts, begins, made.lists.repeat(2), made.used, *sizes)
