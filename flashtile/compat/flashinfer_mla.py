@@ -18,8 +18,9 @@ from flashtile.torch.call.stored import check_kind
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 CALLED = {
     "page_table": "kv_indices", "seqused_k": "kv_len_arr", "cu_seqlens_q": "qo_indptr", "k_cache": "kpe_cache",
-    "v_cache": "ckv_cache", "qv": "q_nope",
+    "v_cache": "ckv_cache", "qv": "q_nope", "q": "q_pe",
 }  # fmt: skip
+UNTURNED = {**CALLED, "k_cache": "ckv_cache", "q": "q_nope"}  # where there are no rotated columns
 LISTS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
@@ -159,7 +160,7 @@ class BatchMLAPagedAttentionWrapper:
                 cu_seqlens_q=None if alike else planned["qo_indptr"], return_lse=True, **planned["how"],
             )  # fmt: skip
         except InvalidProblem as error:
-            raise renamed(error, CALLED) from None
+            raise renamed(error, CALLED if turned else UNTURNED) from None
         if alike:
             made, sums = made.flatten(0, 1), sums.transpose(0, 1).flatten(1)
         made = put("out", out, made)

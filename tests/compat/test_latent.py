@@ -270,6 +270,13 @@ def test_refusals() -> None:
     out, lse = wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[:0, :, :512], pool[:0, :, 512:], return_lse=True)
     assert not out.any()
     assert (lse == -torch.inf).all()
+    wrapper.plan(starts, begins, made.lists, made.used, *sizes)
+    with pytest.raises(InvalidProblem, match=r"q_nope is torch\.float64 on cpu and q_pe is torch"):
+        wrapper.run(q[:, 0, :, :512].double(), q[:, 0, :, 512:], pool[..., :512], pool[..., 512:])
+    wrapper.plan(starts, begins, made.lists, made.used, 4, 512, 0, 64, False, 0.1)
+    with pytest.raises(InvalidProblem, match=r"ckv_cache is torch\.float64 and q_nope is torch"):
+        wrapper.run(q[:, 0, :, :512], q[:, 0, :, :0], pool[..., :512].double(), pool[..., :0])
+    wrapper.plan(starts, begins, made.lists, made.used, *sizes)
     with pytest.raises(InvalidProblem, match=r"kpe_cache has shape .* as plan was told"):
         wrapper.run(q[:, 0, :, :512], q[:, 0, :, 512:], pool[..., :512], pool[..., 500:])
     with pytest.raises(InvalidProblem, match="kv_indptr is no int32 tensor of one axis; with use_cuda_graph=True plans write"):
