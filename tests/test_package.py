@@ -164,7 +164,7 @@ def test_the_sdist_holds_sources_without_measurements_and_pictures(tmp_path: Pat
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
         archive.extractall(tmp_path, filter="data")
-    assert [name for name in names if name.endswith((".csv", ".png", ".svg", ".pyc"))] == []
+    assert [name for name in names if name.endswith((".csv", ".kernels", ".png", ".svg", ".pyc"))] == []
     for wanted in (
         "flashtile/__init__.py",
         "tests/conftest.py",
