@@ -29,6 +29,7 @@ class BatchMLAPagedAttentionWrapper:
 
     The caches may be views of one tensor or of two. With use_cuda_graph plans write into the four tensors that the wrapper
     is given, and into a table, int32 (requests, pages of the cache): runs read these alone, in a captured graph, too.
+    A graph keeps the causal and sm_scale of the plan that it was captured with.
     """
 
     def __init__(
