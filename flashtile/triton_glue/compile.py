@@ -142,14 +142,9 @@ def _compiles(call: KernelCall, special: Specialisation, device: Device) -> Call
     return lambda: triton.compile(src, target=gpu_target(device), options=call.options)
 
 
-def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
-    """What a call's kernel says to the compiler: its first representation, functions put where they are called, constants in
-    order, without names and places of sources. So it stays what it is where parameters are arranged otherwise.
-
-    It is made in a fraction of a second. What is made of one text differs by the compiler's own whims alone.
-    """
-    special = specialise(call, {b.name: b for b in plan.buffers})
-    source = source_of(call, special)
+def represented(call: KernelCall, plan: Plan, device: Device) -> tuple[Any, Any]:
+    """A call's kernel as the compiler first has it, and the context that this lives in."""
+    source = source_of(call, specialise(call, {b.name: b for b in plan.buffers}))
     target = gpu_target(device)
     backend: Any = make_backend(target)
     with compiling(device.kind):
@@ -158,10 +153,20 @@ def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
         ir.load_dialects(context)
         backend.load_dialects(context)
         made = source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
-        manager = ir.pass_manager(context)
-        (passes.common if source_class(call.kernel) is ASTSource else passes.gluon).add_inliner(manager)
-        manager.run(made, "inline")
-        text = made.str_nodebug()
+        return made, context
+
+
+def intermediate(call: KernelCall, plan: Plan, device: Device) -> str:
+    """What a call's kernel says to the compiler: its first representation, functions put where they are called, constants in
+    order, without names and places of sources. So it stays what it is where parameters are arranged otherwise.
+
+    It is made in a fraction of a second. What is made of one text differs by the compiler's own whims alone.
+    """
+    made, context = represented(call, plan, device)
+    manager = ir.pass_manager(context)
+    (passes.common if source_class(call.kernel) is ASTSource else passes.gluon).add_inliner(manager)
+    manager.run(made, "inline")
+    text = made.str_nodebug()
     constants = [line for line in text.splitlines() if "arith.constant" in line]
     text = "\n".join([*sorted(constants), *(line for line in text.splitlines() if "arith.constant" not in line)])
     names: dict[str, str] = {}

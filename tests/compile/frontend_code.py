@@ -11,14 +11,10 @@ import os
 import sys
 from hashlib import sha256
 
-from triton._C.libtriton import ir
-from triton.compiler import make_backend
-
 from flashtile.audit.matrix import Job, jobs, jobs_of, plan_of
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED
-from flashtile.triton_glue.compile import gpu_target, source_of, specialise
-from flashtile.triton_glue.language import compiling
+from flashtile.triton_glue.compile import represented
 from tests.frontend import hasten  # which imports nothing of flashtile
 
 TARGETS = ("sm90", "gfx942")
@@ -33,16 +29,8 @@ def text(job: Job) -> str:
     plan, device = plan_of(job), NAMED[job.target]
     call = plan.calls[job.index]
     assert isinstance(call, KernelCall)
-    source = source_of(call, specialise(call, {b.name: b for b in plan.buffers}))
-    target = gpu_target(device)
-    backend, context = make_backend(target), ir.context()
-    with compiling(device.kind):
-        options = backend.parse_options({**source.parse_options(), **call.options})
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        return str(
-            source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
-        )
+    made, _context = represented(call, plan, device)
+    return str(made)
 
 
 asked = [j for t in TARGETS for p in FEW for j in jobs_of(p, t)][::13] if sys.argv[1] == "few" else jobs(list(TARGETS))

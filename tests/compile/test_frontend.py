@@ -11,12 +11,7 @@ import pytest
 
 from tests.compile.conftest import HERE, ROOT
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-
-from tests.frontend import TRITON  # noqa: E402
-
-if not triton.__version__.startswith(TRITON):
-    pytest.skip(f"tests/frontend.py changes no front end but that of Triton {TRITON}*", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.whole)])
