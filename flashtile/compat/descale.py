@@ -51,10 +51,9 @@ def attend_descaled(
         given["q_scale"] = of_q.repeat_interleave(q.shape[-2] // k.shape[-2], 1)
     options = replace(arguments.get("options") or DEFAULT, precision="fp8")
     wanted = [t for t in tensors if torch.is_grad_enabled() and getattr(t, "dtype", None) is q.dtype and t.requires_grad]
+    apart = tuple(t.detach() if getattr(t, "dtype", None) is q.dtype else t for t in tensors) if wanted else tensors
     try:
-        made = function(
-            *(t.detach() if any(t is w for w in wanted) else t for t in tensors), **{**arguments, **given, "options": options}
-        )
+        made = function(*apart, **{**arguments, **given, "options": options})
     except InvalidProblem as error:
         raise renamed(error, NAMES) from None
     if not wanted:

@@ -171,10 +171,11 @@ def attend(
             stored = {}
         q = descales.widened(q, cache.k)
         whole = all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache.k, cache.v))
-        if fresh.k is not None or qv is not None or not whole:
-            check_pools(q, cache.k, cache.v, cu_q is not None)  # before anything is written; else `attention_cached` does
-        if qv is not None:
-            check_latents(q, qv, cache.k, cache.v, cu_q is not None)
+        if fresh.k is not None or not whole:  # before anything is written; else `attention_cached` does
+            if qv is None:
+                check_pools(q, cache.k, cache.v, cu_q is not None)
+            else:
+                check_latents(q, qv, cache.k, cache.v, cu_q is not None)
         cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
         table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)

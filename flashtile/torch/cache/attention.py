@@ -93,7 +93,8 @@ def attention_cached(
     """
     packed, qv = cu_seqlens_q is not None, changes.pop("qv", None)
     if qv is not None:
-        q = _with_latents(q, qv, k_cache, v_cache, packed, append, changes)
+        _check_latents(q, qv, k_cache, v_cache, packed, append, changes)
+        q = torch.cat([qv, q], -1)
     given = (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
     seen = recognize(
         given, append, (rotary is not None, qv is not None), (causal, return_lse, split, options, window, mask), changes
@@ -155,10 +156,12 @@ def problem_of(
     split: int | None = None, **asked: Any,
 ) -> CachedProblem:  # fmt: skip
     """The problem of such a call, as `explain` has it: nothing is computed, and no number in a tensor is looked at."""
-    check_pools(q, k_cache, v_cache, cu_seqlens_q is not None)
-    qv = asked.pop("qv", None)
-    if qv is not None:
-        q = _with_latents(q, qv, k_cache, v_cache, cu_seqlens_q is not None, None, asked)
+    packed, qv = cu_seqlens_q is not None, asked.pop("qv", None)
+    if qv is None:
+        check_pools(q, k_cache, v_cache, packed)
+    else:
+        _check_latents(q, qv, k_cache, v_cache, packed, None, asked)
+        q = q.new_empty((*q.shape[:-1], qv.shape[-1] + q.shape[-1]))  # as kernels read the two
     three = (q, k_cache, v_cache)
     call = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked, qv is not None)
     text, floats, ints, captured, others = call.written
@@ -166,10 +169,10 @@ def problem_of(
     return describe(three, call.scales, page_table, call.first is not None, tensors, call.split, text, floats, ints)[0]
 
 
-def _with_latents(
+def _check_latents(
     q: torch.Tensor, qv: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, packed: bool, append: Any, changes: dict[str, Any]
-) -> torch.Tensor:  # fmt: skip
-    """Queries as kernels read them; NotSupported for what stands beside qv."""
+) -> None:  # fmt: skip
+    """`check_latents`, and NotSupported for what stands beside qv."""
     reasons = {
         "append is given beside qv; write new rows by append_to_cache first, q rotated": append is not None,
         "shared_prefix is given beside qv; leave it out": changes.get("shared_prefix", 0) != 0,
@@ -178,7 +181,6 @@ def _with_latents(
     if reason is not None:
         raise NotSupported("attention_cached", {"flashtile": [reason]})
     check_latents(q, qv, k_cache, v_cache, packed)
-    return torch.cat([qv, q], -1)
 
 
 class _Call(NamedTuple):
