@@ -56,22 +56,22 @@ class Build:
         if not said or not Path(said[1]).resolve().is_relative_to(self.root):
             raise RuntimeError(f"the build in {self.root} does not run: it said {' '.join(said)!r}")
 
-    def ask(self, cell: str, which: str, calls: int) -> list[float]:
-        """What the worker answers to a line."""
+    def ask(self, cell: str, which: str, calls: int) -> None:
+        """Send the worker a line."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(f"{cell} {which} {calls}\n")
         self.process.stdin.flush()
+
+    def hear(self) -> list[float]:
+        """What it answers."""
+        assert self.process.stdout is not None
         return [float(number) for number in self.process.stdout.readline().split()]
 
     def time(self, cell: str, which: str, calls: int) -> tuple[float, float]:
         """Milliseconds of a call, and microseconds of the host."""
-        ms, host_us = self.ask(cell, which, calls)
+        self.ask(cell, which, calls)
+        ms, host_us = self.hear()
         return ms, host_us
-
-    def makes(self, cell: str, which: str) -> list[float]:
-        """The norm of every tensor that a pass makes, and its signed sum."""
-        return self.ask(cell, which, 0)
 
     def end(self) -> None:
         self.process.kill()
@@ -155,8 +155,11 @@ class Builds(Experiment[tuple[str, str]]):
                 build.end()
 
     def measure(self, cell: tuple[str, str], record: Record, until: float) -> None:
-        for this, base in zip(*self.builds.values(), strict=True):
-            compare(this.makes(*cell), base.makes(*cell))
+        pairs = list(zip(*self.builds.values(), strict=True))
+        for build in (build for pair in pairs for build in pair):
+            build.ask(*cell, 0)  # all at once: each adds its tensors up on the host, which takes seconds
+        for this, base in [(this.hear(), base.hear()) for this, base in pairs]:  # all are heard, whatever the first are
+            compare(this, base)
         host, cpu = cell[0].startswith("host"), self.device().type == "cpu"
         calls = HOST_CALLS if host else max(1, round(BURST_MS / self.builds["base"][0].time(*cell, 2)[0]))
         calls, rounds = (1, self.chosen.rounds) if cpu else (calls, self.chosen.rounds * (HOST_ROUNDS if host else 1))
