@@ -106,6 +106,26 @@ def test_what_tables_say_of_a_suite_is_what_its_rows_have() -> None:
             assert "The same" in told or "PyTorch's own" in told or shapes.PEERS[provider] in told, provider
 
 
+def test_what_is_said_of_own_shapes_is_what_their_rows_have(tmp_path: Path) -> None:
+    file = ROOT / "benchmarks" / "results" / f"{shapes.OWN_SHAPES}.csv"
+    rows = [row for row in read(file) if row["tflops"] and row["seqlen_q"] == row["seqlen_k"]]
+    told = shapes.own_shapes(file.parent, few=False)
+    assert set(re.findall(r"(\d+) forward", told)) == {row["head_dim"] for row in rows}
+    for spelling, way in {(row["spelling"], row["direction"]) for row in rows if row["head_dim"] == "96"}:
+        of = {row["provider"]: float(row["tflops"]) for row in rows if (row["spelling"], row["direction"]) == (spelling, way)}
+        ours, theirs = (
+            max(speed for name, speed in of.items() if name.startswith("flashtile/") == own) for own in (True, False)
+        )
+        low, *high = re.findall(
+            r"([\d.]+)x", told.partition("96 ")[2].partition(f"{way} ")[2].partition(",")[0].partition(";")[0]
+        )
+        assert float(low) - 0.006 <= ours / theirs <= float((high or [low])[0]) + 0.006
+    written, header, *lines = tmp_path / file.name, *file.read_text().splitlines(keepends=True)
+    written.write_text("".join([header, *(line.replace(",4096,4096,", ",4096,77,") for line in lines if ",96,96," in line)]))
+    assert shapes.own_shapes(tmp_path, few=False) == "not measured"
+    assert shapes.own_shapes(tmp_path, few=True).removeprefix("head_dim ") in told
+
+
 def test_the_same_on_an_h200_has_no_shape_that_the_h100_has_not() -> None:
     folder = ROOT / "benchmarks" / "results"
     same = [stem for stem, text in script_tables.NOTES.items() if text.startswith("The same on an H200")]

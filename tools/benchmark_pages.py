@@ -11,7 +11,7 @@ from tools import companion_tables, script_tables
 
 SUBJECTS = {  # page -> its title, and which files stand there: the first whose pattern fits; the last takes what is left
     "hopper-h100": ("Hopper's kernels on an H100", r"hopper-(?!forward-|backward-).*-h100"),
-    "hopper-h200": ("Hopper's kernels on an H200", r"hopper-(?!forward-|backward-).*-h200"),
+    "hopper-h200": ("Hopper's kernels on an H200", r"hopper-(?!forward-|backward-).*-h200|own-shapes-"),
     "portable": ("The portable kernels, and fp32", r"(fa3-paper|llmc|fp32-llmc)-"),
     "shares": ("Costs of features", r"features|hopper-"),
     "lengths": ("Unequal lengths, lists of blocks", r"varlen-"),

@@ -121,6 +121,8 @@ NOTES = {  # suite -> what its rows are; {peers} and {shapes} are told from the 
     "[Forward and backward together](limits.md#training-shapes-of-models).",
     "hopper-triton-tutorial-h100": "Hopper's kernels beside {peers}: {shapes} (Triton's tutorial).",
     "hopper-triton-tutorial-h200": "The same on an H200: {shapes}.",
+    "own-shapes-h200": "Shapes that no suite has, by `flashtile bench SPELLING`, beside {peers}: {shapes}. "
+    "FlashAttention-4 was not installed.",
     "llmc-h100": "The portable kernels beside {peers}: {shapes} (GPT-2's shapes, llm.c).",
     "companions-h100": "Norms, losses, rotary embeddings and softmax beside torch.compile, Liger and others: "
     "`benchmarks/companions.py`.",

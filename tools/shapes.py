@@ -7,8 +7,6 @@ from pathlib import Path
 
 from flashtile.bench import report
 from flashtile.bench.result import Result, read
-from flashtile.problem.attention import AttentionProblem
-from tools import companion_tables
 
 PEERS = {
     "sdpa/cudnn": "cuDNN",
@@ -28,6 +26,7 @@ MODELS = {  # of the suite "models" of flashtile/bench/cases.py, in its order ->
     "attention(q=1x32768x24x128,kv=32768x24x128,bf16)": "a video DiT",
     "attention(q=64x577x16x64,kv=577x16x64,bf16)": "ViT-L",
 }
+OWN_SHAPES = "own-shapes-h200"
 
 
 def legend(results: Sequence[Result]) -> str:
@@ -58,16 +57,27 @@ def measured(results: Sequence[Result]) -> list[Result]:
 
 
 def timed_head_dims(folder: Path) -> str:
-    """Which head dims have a time beside a peer's on Hopper, and which a forward's beside our own alone."""
+    """Which head dims the suites of Hopper's kernels have times of."""
     suites = [path for path in sorted(folder.glob("hopper-*.csv")) if path.read_text().startswith("suite,")]
-    rows = [row for path in suites for row in measured(read(path))]
-    alone = {
-        (problem.head_dim, problem.head_dim_v)
-        for path in sorted(folder.glob("hopper-forward-*.csv"))
-        for row in companion_tables.read(path)
-        for problem in [AttentionProblem.parse(row["problem"])]
-    } - {(row.head_dim, row.head_dim_v) for row in rows}
-    return f"{_depths(rows).removeprefix('head_dim ')}; of {', '.join(str(keys) for keys, _ in sorted(alone))} a forward alone"
+    return _depths([row for path in suites for row in measured(read(path))]).removeprefix("head_dim ")
+
+
+def own_shapes(folder: Path, few: bool) -> str:
+    """Our speed over the fastest peer's in shapes that no suite has, by head_dim: of `few` keys, or of as many as queries."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for row in report.grouped(measured(read(folder / f"{OWN_SHAPES}.csv"))):
+        first, ratio = next(iter(row.values())), report.ratio(row)
+        if ratio is not None and (first.seqlen_k < first.seqlen_q) == few:
+            found.setdefault((first.head_dim, first.direction), []).append(ratio)
+    if not found:
+        return "not measured"
+    told = [f"{depth} {', '.join(f'{way} {_ratios(found[depth, way])}' for way in ('forward', 'backward'))}"
+            for depth in sorted({depth for depth, _ in found})]  # fmt: skip
+    return f"head_dim {'; '.join(told)}"
+
+
+def _ratios(ratios: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{ratio:.2f}x" for ratio in (min(ratios), max(ratios))))
 
 
 def _depths(rows: Sequence[Result]) -> str:
