@@ -16,6 +16,12 @@ class Sizes(NamedTuple):
     group: tl.tensor  # query heads per key/value head
 
 
+@jit
+def this_program():
+    """(its number, how many there are): of the launch, where a kernel gives no others."""
+    return tl.program_id(0), tl.num_programs(0)
+
+
 ROWS = constexpr(128)  # what a backward keeps of each query is padded to whole tiles: a multiple of every block_q
 
 

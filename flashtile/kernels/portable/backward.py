@@ -11,7 +11,7 @@ from __future__ import annotations
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LOG2E, exp
-from flashtile.kernels.device.grid import Sizes, assign
+from flashtile.kernels.device.grid import Sizes, assign, this_program
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import (
     column_offset,
@@ -146,7 +146,7 @@ def key_step(dk, dv, keys, dq_ptr, walk, start, scene, MASKED: tl.constexpr, T: 
 def attention_backward_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                             region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: `tile_of_keys`."""
-    tile_of_keys((tl.program_id(0), tl.num_programs(0)), in_ptrs, grad_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+    tile_of_keys(this_program(), in_ptrs, grad_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
                  (left, right, region[1]), scale, score_args, region, T, SCORE, MASK)  # fmt: skip
 
 
@@ -163,12 +163,10 @@ def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    seqlen_q, seqlen_k, heads, group = spans
+    seqlen_q, _, heads, group = spans
     left, right = band[0], band[1]
     heads_kv = heads // group
-    head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        program[0], program[1], region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
-    )
+    head_kv, item, sizes, batch, column, shift, queries_of = key_tile(program, region, spans, heads_kv, band, T)
     lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:
         if column + BLOCK_K > item.k:  # keys beyond the end: no tile of queries is free of masking
@@ -317,7 +315,7 @@ def attention_backward_queries(in_ptrs, strides, seqlen_q, seqlen_k, heads, grou
                                grad_args, region, T: tl.constexpr, SCORE: tl.constexpr, CAPTURED: tl.constexpr,
                                MASK: tl.constexpr):  # fmt: skip
     """One program: `tile_of_queries`."""
-    tile_of_queries((tl.program_id(0), tl.num_programs(0)), in_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+    tile_of_queries(this_program(), in_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
                     (left, right, region[1]), scale, (score_args, grad_args), region, T, SCORE, CAPTURED, MASK)  # fmt: skip
 
 
@@ -344,12 +342,9 @@ def tile_of_queries(program, in_ptrs, strides, spans, band, scale, args, region,
     WIDTH: tl.constexpr = T.width
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
-    seqlen_q, seqlen_k, heads, group = spans
-    left, right = band[0], band[1]
+    seqlen_q, _, heads, group = spans
     score_args, grad_args = args
-    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
-        program[0], program[1], region, seqlen_q, seqlen_k, heads, group, left, right, T
-    )
+    tile, head, item, unit, sizes, batch, row, keys_of = query_tile(program, region, spans, band, T)
     lo, full_lo, full_hi, hi, ends = keys_of
 
     rows_here, row_q = item.q - row, item.first_q + row

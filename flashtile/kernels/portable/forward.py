@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.dropout import kept, load_seed
 from flashtile.kernels.device.exponential import FAR, LN2, exp
-from flashtile.kernels.device.grid import Sizes
+from flashtile.kernels.device.grid import Sizes, this_program
 from flashtile.kernels.device.mask import seen, tiles_seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import aligned_parts, score_product, transposed
@@ -99,7 +99,7 @@ def keep_statistics(rows, in_ptrs, out_ptrs, strides, head, at_rows, item, index
 def attention_forward(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, group, left, right, scale, score_args,
                       region, T: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """One program: `forward_tile` of its number."""
-    forward_tile((tl.program_id(0), tl.num_programs(0)), in_ptrs, out_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
+    forward_tile(this_program(), in_ptrs, out_ptrs, strides, Sizes(seqlen_q, seqlen_k, heads, group),
                  (left, right, region[1]), scale, score_args, region, T, SCORE, MASK)  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How a program begins: which tile of which head the `number`-th of `tiles` is, what that sees, what its walk carries along."""
+"""How a program begins: which tile of which head it is, what that sees, what its walk carries along."""
 
 from typing import Any, NamedTuple
 
@@ -27,24 +27,31 @@ class Scene(NamedTuple):
 
 
 @jit
-def query_tile(number, tiles, region, seqlen_q, seqlen_k, heads, group, left, right, T: tl.constexpr):
-    """(tile, head, Item, unit, Sizes, slab, first query, what `tiles_seen` says of its keys) of a query tile of one head."""
-    tile, head, item, unit = tile_of(number, tiles, region[0], seqlen_q, seqlen_q, seqlen_k, heads, T.block_q, False, T)
+def query_tile(program, region, spans, band, T: tl.constexpr):
+    """(tile, head, Item, unit, Sizes, slab, first query, what `tiles_seen` says of its keys) of a query tile of one head.
+
+    program = (its number, how many there are); spans: the `Sizes` of the tensors; band = (left, right, ...).
+    """
+    seqlen_q, seqlen_k, heads, group = spans
+    tile, head, item, unit = tile_of(
+        program[0], program[1], region[0], seqlen_q, seqlen_q, seqlen_k, heads, T.block_q, False, T
+    )
     row = tile * T.block_q
-    keys = tiles_seen(row, item.q, item.k, left, right, T.mask.left, T.mask.right, T.block_q, T.block_k, T)
+    keys = tiles_seen(row, item.q, item.k, band[0], band[1], T.mask.left, T.mask.right, T.block_q, T.block_k, T)
     return tile, head, item, unit, Sizes(item.q, item.k, heads, group), slab(item, T), row, keys
 
 
 @jit
-def key_tile(number, tiles, region, seqlen_q, seqlen_k, heads, group, split, left, right, T: tl.constexpr):
+def key_tile(program, region, spans, split, band, T: tl.constexpr):
     """(head, Item, Sizes, slab, first key, keys beyond the queries, what `tiles_seen` says of its queries) of a key tile.
 
-    It is one of `split` heads.
+    It is one of `split` heads; all else as for `query_tile`.
     """
-    tile, head, item, _ = tile_of(number, tiles, region[0], seqlen_k, seqlen_q, seqlen_k, split, T.block_k, True, T)
+    seqlen_q, seqlen_k, heads, group = spans
+    tile, head, item, _ = tile_of(program[0], program[1], region[0], seqlen_k, seqlen_q, seqlen_k, split, T.block_k, True, T)
     sizes, batch = Sizes(item.q, item.k, heads, group), slab(item, T)
     column, shift = tile * T.block_k, item.k - item.q
-    queries = tiles_seen(column, item.k, item.q, right, left, T.mask.right, T.mask.left, T.block_k, T.block_q, T)
+    queries = tiles_seen(column, item.k, item.q, band[1], band[0], T.mask.right, T.mask.left, T.block_k, T.block_q, T)
     return head, item, sizes, batch, column, shift, queries
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.direction import FIELDS, directed_gradients, directed_probabilities
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
+from flashtile.kernels.device.grid import Sizes, this_program
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import (
@@ -124,7 +125,7 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     _, head, item, _, sizes, batch, row, keys_of = query_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), band, T
     )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
@@ -278,7 +279,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), heads_kv, band, T
     )
     lo, full_lo, full_hi, hi, ends = queries_of
     if not T.mask.predicate:

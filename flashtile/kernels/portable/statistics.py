@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashtile.kernels.device.exponential import exp, finite
+from flashtile.kernels.device.grid import Sizes, this_program
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, score_product, transposed
@@ -94,7 +95,7 @@ def attention_statistics(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, 
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     _, head, item, _, sizes, batch, row, keys_of = query_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), band, T
     )
     lo, full_lo, full_hi, hi, ends = keys_of
     index = row + tl.arange(0, BLOCK_Q)
@@ -155,7 +156,7 @@ def attention_mass(in_ptrs, mass_ptr, strides, seqlen_q, seqlen_k, heads, group,
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     head, item, sizes, batch, column, _, queries_of = key_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), heads, band, T
     )
     lo, _, _, hi, ends = queries_of
     k_head = in_ptrs[1] + head_offset(batch, head // group, strides[1]) + row_offset(item.first_k, strides[1])
@@ -239,7 +240,7 @@ def attention_entropy_queries(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, he
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), band, T
     )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, row_q = row + tl.arange(0, BLOCK_Q), item.first_q + row
@@ -301,7 +302,7 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, heads_kv, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), heads_kv, band, T
     )
     lo, _, _, hi, ends = queries_of
     keys_here, column_k = item.k - column, item.first_k + column

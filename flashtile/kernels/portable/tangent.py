@@ -14,6 +14,7 @@ from flashtile.kernels.device.blocks import block_list, block_start
 from flashtile.kernels.device.direction import FIELDS, LONE, slopes_of
 from flashtile.kernels.device.dropout import dropped, kept, load_seed
 from flashtile.kernels.device.exponential import LN2, LOG2E, exp
+from flashtile.kernels.device.grid import Sizes, this_program
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import head_offset, load_tile, row_offset, store_tile
 from flashtile.kernels.device.product import (
@@ -167,7 +168,7 @@ def attention_tangent(in_ptrs, out_ptrs, strides, seqlen_q, seqlen_k, heads, gro
     WIDE = tl.float64 if T.wide else tl.float32
     band = (left, right, region[1])
     tile, head, item, unit, sizes, batch, row, keys_of = query_tile(
-        tl.program_id(0), tl.num_programs(0), region, seqlen_q, seqlen_k, heads, group, left, right, T
+        this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), band, T
     )
     lo, full_lo, full_hi, hi, ends = keys_of
     index, rows_here, row_q = row + tl.arange(0, BLOCK_Q), item.q - row, item.first_q + row
