@@ -2,7 +2,8 @@
 
 Its rules: lse is a logarithm of base 2, (tokens, heads); queries stand at the last keys; `window_left` is inclusive, -1 for
 none; lengths are those after an append. Pages, bits and errors are ours: a plan may be made on the host, a run waits for
-nobody, and a request's bits do not depend on its batch. Workspaces and backends are not used.
+nobody. Of its batch a request's bits know the longest request alone, by which decoding splits keys; with `fixed_split_size`,
+`disable_split_kv` or a graph's table not even that. Workspaces and backends are not used.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.softcap import Softcap
+from flashtile.problem.cache import SPLIT_STEP
 from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
@@ -50,7 +52,10 @@ REFUSED = (
     "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr", "v_indptr", "o_indptr",
     "use_token_head_sf", "rope_scale", "rope_theta", "custom_mask", "packed_custom_mask",
 )  # fmt: skip
-CALLED = {"page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache"}
+CALLED = {
+    "page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache",
+    "split": "fixed_split_size in keys",
+}  # fmt: skip
 
 
 class _How:
@@ -96,6 +101,16 @@ def _window(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidProblem(f"{name} is {told(value)}; it must be an int, -1 for none.")
     return value
+
+
+def _keys_of(name: str, pages: Any, page_size: int) -> int | None:
+    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by; None for None and -1."""
+    count = plain(pages)
+    if count is None or count == -1:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidProblem(f"{name} is {told(pages)}; it must be an int of at least 1, the pages of a part, or None.")
+    return -(-count * page_size // SPLIT_STEP) * SPLIT_STEP
 
 
 def _dtype(name: str, asked: Any) -> torch.dtype | None:
@@ -271,7 +286,7 @@ class _Wrapper:
         try:
             return attention_cached(
                 q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
-                split=0 if self._one_pass else None, **stored, **how.arguments(q.shape[-1], numbers, window_left),
+                split=0 if self._one_pass else self._split, **stored, **how.arguments(q.shape[-1], numbers, window_left),
             )  # fmt: skip
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None
@@ -280,6 +295,7 @@ class _Wrapper:
         q, kv, o = _dtype("q_data_type", q_data_type), _dtype("kv_data_type", kv_data_type), _dtype("o_data_type", o_data_type)
         refuse(type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o not in (None, q)})
         self._how, self._dtypes, self._one_pass = how, (q, q if kv is None else kv), bool(disable_split_kv)
+        self._split: int | None = None  # packed queries are one pass then
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -303,11 +319,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """indptr: int32 (requests + 1,), where each one's page numbers begin in indices; last_page_len: keys in its last.
 
         data_type is q_data_type and kv_data_type, where they are not given; without it queries are float16, and keys as they.
+        others: fixed_split_size, pages of a part of the keys, rounded up to 128 keys; None or -1 splits by the longest request.
         """
         how = _How("plan", True, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         q_data_type, kv_data_type = (data_type if one is None else one for one in (q_data_type, kv_data_type))
         q_data_type = "float16" if q_data_type is None else q_data_type
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
+        self._split = _keys_of("fixed_split_size", others.get("fixed_split_size"), page_size)
         self._plan_pages(indptr, indices, last_page_len, page_size, self._buffers["indices"])
         self._per_request = q_len_per_req
 

@@ -240,6 +240,27 @@ def test_cascade() -> None:
         torch.testing.assert_close(out[rows], true(q[rows], k, v, causal=True)[0], rtol=1e-5, atol=1e-5, msg=str(i))
 
 
+@pytest.mark.parametrize(("told", "split"), [(None, None), (-1, None), (3, 128), (33, 256), (2048, 8192)])
+def test_with_a_fixed_split_size_keys_are_split_alike_beside_any_request(
+    told: Any, split: int | None, monkeypatch: Any
+) -> None:
+    splits = list[Any]()
+    attend = fi.attention_cached
+    monkeypatch.setattr(fi, "attention_cached", lambda *args, **how: splits.append(how["split"]) or attend(*args, **how))
+    for lengths in ([11, 2], [11, 700]):
+        pages, wrapper = Pages(lengths, 4), fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        q = torch.randn(2, 4, 16)
+        wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type=FLOAT, fixed_split_size=told)
+        close(wrapper.run(q, pages.cache)[:1], true(q[:1], pages.keys[0], pages.values[0])[0])
+    assert splits == [split, split]
+    wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type=FLOAT, fixed_split_size=told, disable_split_kv=True)
+    wrapper.run(q, pages.cache)
+    assert splits[2] == 0
+    for wrong in (0, True, 1.5, -2):
+        with pytest.raises(InvalidProblem, match=r"fixed_split_size is .*; it must be an int of at least 1"):
+            wrapper.plan(*pages.lists, 4, 2, 16, 4, q_data_type=FLOAT, fixed_split_size=wrong)
+
+
 def test_plans_of_a_graph_write_where_the_first_one_did() -> None:
     first, second = Pages([11, 2], 4), Pages([3, 14], 4)
     buffers = torch.zeros(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

@@ -70,8 +70,8 @@ def attention_cached(
     causal, window, mask; changes: score, scale, sink; as `attention` has them, on positions aligned bottom-right: the last
         query stands at the last key. Rows and keys are counted within their item.
     split: keys that are summed apart, a multiple of 128, at borders that depend on nothing else: an item's bits never
-        depend on its batch. 0: one pass. None: by shapes; with cu_seqlens_q one pass. The CPU computes items one by one, and
-        has no use for it.
+        depend on other items. 0: one pass. None: by an item's queries and the rows that the table has places for; with
+        cu_seqlens_q one pass. The CPU computes items one by one, and has no use for it.
     qv, with the others in `changes`: queries of the values (absorbed MLA whose keys lie apart), as q but for v_cache's columns:
         scores are scale * (qv v^T + q k^T), the default scale of both widths; of 8 bits v is that times v_scale here, too. Rows
         of v_cache are read once. The caches may be views of one tensor, or of two. Not with append, which goes before, nor
