@@ -37,6 +37,7 @@ from tools import (
     goals,
     ranks_table,
     script_tables,
+    shapes,
     support_tables,
 )
 from tools.evidence import Evidence, cell
@@ -262,6 +263,7 @@ def limits(text: str) -> str:
     text = replaced(text, "behind", "\n".join([*lines, ""]))
     text = replaced(text, "step", "\n" + front_page.step(RESULTS))
     text = replaced(text, "models", "\n" + front_page.models(RESULTS))
+    text = replaced(text, "ownshapes", "\n" + shapes.own_table(RESULTS))
     text = replaced(text, "large", "\n" + error_table.large())
     return replaced(text, "shares", "\n" + script_tables.shares(RESULTS))
 

@@ -63,20 +63,43 @@ def timed_head_dims(folder: Path) -> str:
 
 
 def own_shapes(folder: Path, few: bool) -> str:
-    """Our speed over the fastest peer's in shapes that no suite has, by head_dim: of `few` keys, or of as many as queries."""
-    found: dict[tuple[int, str], list[float]] = {}
-    for row in report.grouped(measured(read(folder / f"{OWN_SHAPES}.csv"))):
-        first, ratio = next(iter(row.values())), report.ratio(row)
-        if ratio is not None and (first.seqlen_k < first.seqlen_q) == few:
-            found.setdefault((first.head_dim, first.direction), []).append(ratio)
+    """Our speed over the fastest peer's in shapes that no suite has, up to head_dim 256: of `few` keys, or of many."""
+    found: dict[str, list[float]] = {}
+    depths = set[int]()
+    for row in _own_rows(folder):
+        first = next(iter(row.values()))
+        if (first.seqlen_k < first.seqlen_q) == few and first.head_dim <= 256:
+            found.setdefault(first.direction, []).append(report.ratio(row) or 0.0)
+            depths.add(first.head_dim)
     if not found:
         return "not measured"
-    told = [f"{depth} {', '.join(f'{way} {_ratios(found[depth, way])}' for way in ('forward', 'backward'))}"
-            for depth in sorted({depth for depth, _ in found})]  # fmt: skip
-    return f"head_dim {'; '.join(told)}"
+    told = ", ".join(f"{way} {_span_of(ratios)}" for way, ratios in found.items())
+    return f"head_dim {', '.join(map(str, sorted(depths)))}: {told}"
 
 
-def _ratios(ratios: Sequence[float]) -> str:
+def own_table(folder: Path) -> str:
+    """The same by shape, with our TFLOP/s and who is the fastest peer: a table of docs/limits.md."""
+    cells: dict[tuple[int, str, str], dict[str, str]] = {}
+    for row in _own_rows(folder):
+        first = next(iter(row.values()))
+        ours, theirs = (
+            max((r for r in row.values() if r.side == side), key=lambda r: r.tflops or 0.0) for side in ("own", "peer")
+        )
+        told = f"{ours.tflops:.0f}, {report.ratio(row):.2f}x {PEERS[theirs.provider]}"
+        cells.setdefault((first.head_dim, report.label(first), first.spelling), {})[first.direction] = told
+    lines = ["| head_dim | shape | forward | backward |", "| --- | --- | --- | --- |"]
+    for (depth, label, _), of in sorted(cells.items()):
+        lines.append(f"| {depth} | `{label}` | {of.get('forward', '-')} | {of.get('backward', '-')} |")
+    return "\n".join([*lines, ""])
+
+
+def _own_rows(folder: Path) -> list[report.Row]:
+    """The rows of these shapes in which both sides have a time."""
+    rows = report.grouped(measured(read(folder / f"{OWN_SHAPES}.csv")))
+    return [row for row in rows if report.ratio(row) is not None]
+
+
+def _span_of(ratios: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(f"{ratio:.2f}x" for ratio in (min(ratios), max(ratios))))
 
 
