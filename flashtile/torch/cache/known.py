@@ -83,7 +83,7 @@ def recognize(
         return None
     q, k_cache, v_cache, _, _, cu, _ = given = tensors
     causal, return_lse, split, options, window, mask = asked
-    scales, others = NO_SCALES, ()
+    scales, others, score = NO_SCALES, (), None
     try:
         shared = k_cache.data_ptr() == v_cache.data_ptr()
         key: list[Any] = [shared, *more, causal, type(causal), return_lse, type(return_lse), split, type(split), options]
@@ -91,12 +91,14 @@ def recognize(
             key.append(exactly(window))
         if changes or mask is not None:
             prefix = changes.get("shared_prefix", 0)
-            if not changes.keys() <= CHANGES or type(prefix) is not int or prefix:
+            if not CHANGES.issuperset(changes) or type(prefix) is not int or prefix:
                 return None
             batch, heads = (q.shape[0], q.shape[2]) if cu is None else (cu.shape[0] - 1, q.shape[1])
-            scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
+            if "k_scale" in changes or "v_scale" in changes:
+                scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
             scale, sink = changes.get("scale"), changes.get("sink")
-            others, score = capture(modifiers(changes.get("score", ())), batch, heads)
+            if "score" in changes:
+                others, score = capture(modifiers(changes["score"]), batch, heads)
             others += () if sink is None else (sink,)
             if isinstance(mask, Joined):
                 if mask.spec is not None:  # its lists of blocks are for one length
