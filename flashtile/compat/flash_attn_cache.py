@@ -154,10 +154,10 @@ class Descales:
 
 
 def attend(
-    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, cu_q: Maybe = None,
+    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, return_lse: Any, cu_q: Maybe = None,
     descales: Descales | None = None, qv: Maybe = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) after the append. New rows of 8 bits are stored as they are, others over their descale.
+) -> Any:  # fmt: skip
+    """out, or (out, lse), after the append. New rows of 8 bits are stored as they are, others over their descale.
 
     qv: queries that are multiplied with the values, beside q with the keys: absorbed latent attention.
     """
@@ -181,7 +181,8 @@ def attend(
         table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)
         how = asked.arguments()
         del how["dropout"]
-        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=True, k_scale=descales.k, v_scale=descales.v)
+        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=bool(return_lse))
+        how |= dict(k_scale=descales.k, v_scale=descales.v)
         how["split"] = 0 if num_splits == 1 else None  # of others it is the library's, which changes no bits with the batch
         if fresh.k is not None and fresh.v is not None:
             if qv is not None or max(cache.k.shape[3], cache.v.shape[3]) > MAX_HEAD_DIM:  # nothing is written for who fails
@@ -234,5 +235,6 @@ def flash_attn_with_kvcache(
         raise InvalidProblem("cache_batch_idx or cache_leftpad is given beside block_table; it must be None there.")
     cache = Cache(k_cache, v_cache, block_table, "block_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap, alibi_slopes), num_splits)
-    return (out, blind_rows_positive(lse)) if return_softmax_lse else out
+    asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    made = attend(q, cache, fresh, asked, num_splits, return_softmax_lse)
+    return (made[0], blind_rows_positive(made[1])) if return_softmax_lse else made

@@ -83,7 +83,7 @@ def recognize(
         return None
     q, k_cache, v_cache, _, _, cu, _ = given = tensors
     causal, return_lse, split, options, window, mask = asked
-    scales, others, score = NO_SCALES, (), None
+    scales, others, score = NO_SCALES, (), changes.get("score", ())
     try:
         shared = k_cache.data_ptr() == v_cache.data_ptr()
         key: list[Any] = [shared, *more, causal, type(causal), return_lse, type(return_lse), split, type(split), options]
@@ -97,8 +97,8 @@ def recognize(
             if "k_scale" in changes or "v_scale" in changes:
                 scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
             scale, sink = changes.get("scale"), changes.get("sink")
-            if "score" in changes:
-                others, score = capture(modifiers(changes["score"]), batch, heads)
+            if type(score) is not tuple or score:
+                others, score = capture(modifiers(score), batch, heads)
             others += () if sink is None else (sink,)
             if isinstance(mask, Joined):
                 if mask.spec is not None:  # its lists of blocks are for one length
