@@ -125,6 +125,13 @@ def _answer(
     return (out, lse) if return_lse else out
 
 
+def _takes(out: Any, q: torch.Tensor, v_scale: Any) -> bool:
+    """Whether kernels may write the result there; else it is copied, or refused."""
+    if not isinstance(out, torch.Tensor) or not (v_scale is None or isinstance(v_scale, torch.Tensor)):
+        return False
+    return out.shape == q.shape and out.dtype is q.dtype and out.device == q.device and out.is_contiguous()
+
+
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise NotSupported for scales that are tensors, and for what is not None."""
     reasons = {
@@ -255,10 +262,10 @@ class _Wrapper:
         self._page_size = page_size
 
     def _attend(
-        self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any, wants_lse: bool
+        self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any, out: Any, wants_lse: bool
     ) -> tuple[torch.Tensor, Any]:
         """(out, lse), None for one that nobody wants. scales: of q, k and v; those of k and v may be tensors where the cache is
-        of 8 bits, for all or for each head.
+        of 8 bits, for all or for each head. out: None, or where the result goes.
         """
         how, tables = self._planned(), self._tables
         assert tables is not None
@@ -276,7 +283,7 @@ class _Wrapper:
         stored = {name: s.flatten() if s.numel() == 1 else s for name, s in stored.items()}
         try:
             made = attention_cached(
-                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=wants_lse,
+                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, out=out, return_lse=wants_lse,
                 split=0 if self._one_pass else None, **stored, **how.arguments(q.shape[-1], numbers, window_left),
             )  # fmt: skip
         except InvalidProblem as error:
@@ -337,9 +344,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
         scales, wants_lse = (q_scale, k_scale, v_scale), return_lse or lse is not None
         wide = q.unsqueeze(1) if each == 1 else q.unflatten(0, (-1, each))  # which takes four times as long
-        made, sums = self._attend(wide, paged_kv_cache, None, window_left, scales, sinks, wants_lse)
-        sums = None if sums is None else sums.transpose(0, 1).flatten(1)
-        return _answer(made.flatten(0, 1), sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
+        into = out.view(wide.shape) if _takes(out, q, v_scale) else None
+        made, sums = self._attend(wide, paged_kv_cache, None, window_left, scales, sinks, into, wants_lse)
+        made, sums = made.flatten(0, 1) if into is None else out, None if sums is None else sums.transpose(0, 1).flatten(1)
+        return _answer(made, sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -402,7 +410,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
         wants_lse = return_lse or lse is not None
-        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale, v_scale), sinks, wants_lse)
+        into, scales = out if _takes(out, q, v_scale) else None, (q_scale, k_scale, v_scale)
+        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, scales, sinks, into, wants_lse)
         return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)

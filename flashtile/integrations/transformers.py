@@ -152,19 +152,20 @@ class Mask:
 
     def over_cache(self, k: torch.Tensor) -> dict[str, Any]:
         """What `attention_cached` is told over keys (batch, kv_length, heads, head_dim), without documents."""
-        batch, length = k.shape[:2]
-        if self.used is not None:
-            used = self.used.to(k.device)
-        elif self.whole is not None and self.shape[3] == length and self.shape[0] == batch:
-            used = self.whole.to(k.device)
-        else:
-            used = lengths_of(k)
-        told: dict[str, Any] = {"mask": self.band, "seqused_k": used}
+        used = self.used
+        if used is None and self.shape[::3] == k.shape[:2]:
+            used = self.whole
+        told: dict[str, Any] = {"mask": self.band, "seqused_k": lengths_of(k) if used is None else _on(used, k)}
         if self.first is not None:
-            told["first_k"] = self.first.to(k.device)
+            told["first_k"] = _on(self.first, k)
         elif self.keep is not None:
-            told["mask"] = KeyPadding(self.keep.to(k.device)) & self.band
+            told["mask"] = KeyPadding(_on(self.keep, k)) & self.band
         return told
+
+
+def _on(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor on the other's device, where it mostly is."""
+    return tensor if tensor.device == like.device else tensor.to(like.device)
 
 
 class _NoTensor(NotSupported, AttributeError):

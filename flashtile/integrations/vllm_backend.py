@@ -176,20 +176,26 @@ class FlashtileImpl(vllm.AttentionImpl):
             used = slice(attn_metadata.tokens)
             most = dict(max_seqlen_q=attn_metadata.max_query_len, max_seqlen_k=attn_metadata.max_query_len)
             out = attention_varlen(query[used], key[used], value[used], attn_metadata.query_start_loc, **most, **how)
+            output[: out.shape[0]].view(out.shape).copy_(out)
         else:
             how |= self._scales(layer)
-            out = self._cached(_first(query, attn_metadata.tokens), kv_cache, attn_metadata, how)
-        _first(output, out.shape[0]).view(out.shape).copy_(out)
+            self._cached(_first(query, attn_metadata.tokens), kv_cache, attn_metadata, output, how)
         return output
 
-    def _cached(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, how: dict[str, Any]) -> torch.Tensor:
-        """out of as many tokens as count, or of as many as decode."""
+    def _cached(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, output: torch.Tensor, how: dict[str, Any]
+    ) -> None:
+        """Fill output for as many tokens as count, or for as many as decode."""
         table, lengths, starts = batch.block_table, batch.seq_lens, batch.query_start_loc
         if batch.max_query_len != 1:
-            return attention_cached(query, *self._pools(kv_cache), table, seqused_k=lengths, cu_seqlens_q=starts, **how)
+            out, pools = _first(output, query.shape[0]).view(query.shape), self._pools(kv_cache)
+            attention_cached(query, *pools, table, seqused_k=lengths, cu_seqlens_q=starts, out=out, **how)
+            return
         items = min(query.shape[0], lengths.shape[0])  # token i is item i's; those that pad a graph have no keys, or no token
         q, table, lengths = (_first(t, items) for t in (query, table, lengths))
-        return attention_cached(q.unsqueeze(1), *self._pools(kv_cache), table, seqused_k=lengths, **how).squeeze(1)
+        q = q.unsqueeze(1)
+        out = _first(output, items).view(q.shape)
+        attention_cached(q, *self._pools(kv_cache), table, seqused_k=lengths, out=out, **how)
 
     def _pools(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v), (blocks, block_size, num_kv_heads, head_size) each, as views."""

@@ -129,8 +129,10 @@ class Known(NamedTuple):
     layout: Layout
     bound: Bound | None
 
-    def run(self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool) -> tuple[Any, Any]:
-        """(out, lse), which unless `whole` may be None."""
+    def run(
+        self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool, into: Maybe = None
+    ) -> tuple[Any, Any]:
+        """(out, lse), which unless `whole` may be None; out is `into`, if the kernels have written there."""
         layout, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.tensors
         used = taken("seqused_k", used, q)
         cu = None if cu is None else taken("cu_seqlens_q", cu, q)
@@ -148,7 +150,12 @@ class Known(NamedTuple):
             used = lengthened(used, k, cu) if after is None else after
         lengths = (used,) if cu is None else (cu, cu, used)
         tensors = tensors_of(q, (k_cache, v_cache), call.scales, page_table, first, (*call.others, *lengths))
-        return layout.attend(layout.inputs(tensors), first, page_table, whole)
+        if into is None or type(into) not in PLAIN or into.is_neg() or into.data_ptr() == q.data_ptr():
+            return layout.attend(layout.inputs(tensors), first, page_table, whole)
+        out, lse = layout.attend(layout.inputs(tensors), first, page_table, whole, into)
+        if out is into:
+            torch.autograd.graph.increment_version(into)  # for launches tell autograd nothing
+        return out, lse
 
 
 def write_again(
