@@ -51,9 +51,9 @@ def attend_pages(
     """
     after = (cu_k[1:] - cu_k[:-1])[: q.shape[1]].int()
     rest = {name: value for name, value in arguments.items() if name != "dropout"}
-    table, *pools = pages
+    table, k_cache, v_cache = pages
     new = k[0, :, None], v[0, :, None]
-    out = attention_cached(q[0, :, None], *pools, table[: q.shape[1]], seqused_k=after - 1, append=new, **rest)
+    out = attention_cached(q[0, :, None], k_cache, v_cache, table[: q.shape[1]], seqused_k=after - 1, append=new, **rest)
     return out[:, 0][None]
 
 

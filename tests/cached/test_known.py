@@ -136,7 +136,7 @@ WORSE: list[tuple[dict[str, Any], str]] = [
     *BAD,
     *(({name: torch._neg_view(GOOD[name])}, f"{name} {NEGATED}") for name in ("q", "k_cache", "v_cache")),
     ({"out": 0}, "out is a int; it must be a torch.Tensor"),
-    ({"out": GOOD["q"][:, :1]}, "out is torch.bfloat16 of shape (3, 1, 4, 16) on cpu; it must be torch.bfloat16 of shape (3, 2, 4"),
+    ({"out": GOOD["q"][:, :1]}, "shape (3, 1, 4, 16) on cpu; it must be torch.bfloat16 of shape (3, 2, 4, 16) on cpu"),
     ({"out": GOOD["q"].half()}, "out is torch.float16 of shape (3, 2, 4, 16) on cpu; it must be torch.bfloat16"),
 ]
 
@@ -155,7 +155,7 @@ def test_bad_input_is_named_beside_a_known_call(known: list[Any], change: dict[s
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("change", ["a band", "packed", "alibi", "a prefix"])
 def test_results_are_written_where_the_caller_wants_them(known: list[Any], change: str, backend: str) -> None:
-    """The first time and then, side by side or not; nothing else is, where a gradient is wanted or the place is the queries'."""
+    """The first time and then, side by side or not, in the queries' own place, and where a mode looks; not with gradients."""
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
     call = {**GOOD, **CHANGES[change], "options": flashtile.Options(backend=backend)}

@@ -73,7 +73,8 @@ def check_out(out: Any, q: torch.Tensor, v_cache: torch.Tensor) -> None:
     shape = (*q.shape[:-1], *v_cache.shape[-1:])
     if out.shape != shape or out.dtype is not q.dtype or out.device != q.device:
         raise InvalidProblem(
-            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on {q.device}."
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on "
+            f"{q.device}."
         )
 
 
