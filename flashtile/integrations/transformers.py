@@ -153,7 +153,7 @@ class Mask:
     def over_cache(self, k: torch.Tensor) -> dict[str, Any]:
         """What `attention_cached` is told over keys (batch, kv_length, heads, head_dim), without documents."""
         used = self.used
-        if used is None and self.shape[::3] == k.shape[:2]:
+        if used is None and self.shape[0] == k.shape[0] and self.shape[3] == k.shape[1]:
             used = self.whole
         told: dict[str, Any] = {"mask": self.band, "seqused_k": lengths_of(k) if used is None else _on(used, k)}
         if self.first is not None:
@@ -338,13 +338,13 @@ def attention_forward(
     position_ids (batch, q_length), which say without a mask where packed sequences begin: where they do not rise.
     context: as `register` has it. Raises NotSupported for a name that it does not know and that is not None or False.
     """
-    positions, take = named.get("position_ids"), named.pop
-    window, cap, bias = take("sliding_window", None), take("softcap", None), take("position_bias", None)
-    sink, sinks = take("s_aux", None), take("sinks", None)
-    packed = take("cu_seq_lens_q", None), take("cu_seq_lens_k", None)
-    longest = take("max_length_q", None), take("max_length_k", None)
-    pages = take("block_table", None), take("k_cache", None), take("v_cache", None)
-    if not OTHERS.issuperset(named):
+    positions = named.get("position_ids")
+    window, cap, bias = named.pop("sliding_window", None), named.pop("softcap", None), named.pop("position_bias", None)
+    sink, sinks = named.pop("s_aux", None), named.pop("sinks", None)
+    packed = named.pop("cu_seq_lens_q", None), named.pop("cu_seq_lens_k", None)
+    longest = named.pop("max_length_q", None), named.pop("max_length_k", None)
+    pages = named.pop("block_table", None), named.pop("k_cache", None), named.pop("v_cache", None)
+    if not named.keys() <= OTHERS:
         _refuse_unknown(module, named)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
