@@ -16,19 +16,21 @@ import torch
 
 from flashtile.compat.asked import options, refuse
 from flashtile.compat.flashinfer_pages import (
+    CALLED,
     Tables,
     append_paged_kv_cache,
     check_layout,
+    dtype_of,
     get_batch_indices_positions,
     get_seq_lens,
     ints,
+    keys_of,
     pools_of,
 )
-from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_in_place, merge_states, put
+from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, takes
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.softcap import Softcap
-from flashtile.problem.cache import SPLIT_STEP
 from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
@@ -42,7 +44,7 @@ __all__ = [
     "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip
 
-# What plans may be told that changes no result here.
+# What plans may be told besides: decoding reads fixed_split_size, the others change no result here.
 HINTS = frozenset({
     "use_fp16_qk_reduction", "non_blocking", "fixed_split_size", "seq_lens", "seq_lens_q", "block_tables",
     "max_token_per_sequence", "max_sequence_kv", "uniform_q_len", "qo_indptr_cpu", "kv_indptr_cpu", "data_type",
@@ -52,10 +54,6 @@ REFUSED = (
     "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr", "v_indptr", "o_indptr",
     "use_token_head_sf", "rope_scale", "rope_theta", "custom_mask", "packed_custom_mask",
 )  # fmt: skip
-CALLED = {
-    "page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache",
-    "split": "fixed_split_size in keys",
-}  # fmt: skip
 
 
 class _How:
@@ -103,24 +101,6 @@ def _window(name: str, value: Any) -> int:
     return value
 
 
-def _keys_of(name: str, pages: Any, page_size: int) -> int | None:
-    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by; None for None and -1."""
-    count = plain(pages)
-    if count is None or count == -1:
-        return None
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InvalidProblem(f"{name} is {told(pages)}; it must be an int of at least 1, the pages of a part, or None.")
-    return -(-count * page_size // SPLIT_STEP) * SPLIT_STEP
-
-
-def _dtype(name: str, asked: Any) -> torch.dtype | None:
-    """A dtype that a plan says, by name or as torch's."""
-    made = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if asked is not None and not isinstance(made, torch.dtype):
-        raise InvalidProblem(f"{name} is {asked!r}; it must be a torch.dtype or the name of one.")
-    return made
-
-
 def _check_dtype(name: str, wanted: torch.dtype | None, tensor: torch.Tensor, called: str) -> None:
     """Raise InvalidProblem unless the tensor is of the dtype that the plan says."""
     check_kind(called, tensor)
@@ -128,24 +108,14 @@ def _check_dtype(name: str, wanted: torch.dtype | None, tensor: torch.Tensor, ca
         raise InvalidProblem(f"{called} is {tensor.dtype} and plan's {name} {wanted}; they must be equal.")
 
 
-def _answer(
-    out: torch.Tensor, lse: torch.Tensor, into: tuple[Any, Any], v_scale: Any, return_lse: bool, asked: tuple[str, str]
-) -> Any:
-    """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
-    if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
-        out = out * v_scale
-    out = put("out", into[0], out)
-    if return_lse or into[1] is not None:  # a given one is written in any case
-        lse = put("lse", into[1], lse_of(lse, *asked))
-    return (out, lse) if return_lse else out
-
-
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise NotSupported for scales that are tensors, and for what is not None."""
     reasons = {
-        f"{n} is a tensor; a number alone is multiplied into scores": isinstance(x, torch.Tensor) for n, x in numbers.items()
+        f"{n} is a tensor; a number alone is multiplied into scores": True
+        for n, x in numbers.items()
+        if isinstance(x, torch.Tensor)
     }
-    refuse(name, {**reasons, **{f"{n} is given; caches have q's dtype": x is not None for n, x in given.items()}})
+    refuse(name, reasons | {f"{n} is given; caches have q's dtype": True for n, x in given.items() if x is not None})
 
 
 # -- one request ----------------------------------------------------------------------------------------------------------
@@ -220,7 +190,7 @@ def _single(
     seen = None if mask is None else Stored(mask.reshape(1, 1, q.shape[0], k.shape[0]).bool())
     given = asked.arguments(q.shape[-1], scales[:2])
     out, lse = attention(q[None], k[None], v[None], mask=seen, return_lse=True, **given)
-    return _answer(out[0], lse[0], (None, None), scales[2], return_lse, ("log2", "NH"))
+    return answer(out[0], lse[0], (None, None), scales[2], return_lse, ("log2", "NH"))
 
 
 # -- batches --------------------------------------------------------------------------------------------------------------
@@ -267,8 +237,13 @@ class _Wrapper:
         self._tables = self._tables.copy_(made) if keep and self._tables is not None else made
         self._page_size = page_size
 
-    def _attend(self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any) -> Any:
-        """scales: of q, k and v; those of k and v may be tensors where the cache is of 8 bits, for all or for each head."""
+    def _attend(
+        self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any, out: Any,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """(out, lse), None for one that nobody wants. scales: of q, k and v; those of k and v may be tensors where the cache is
+        of 8 bits, for all or for each head. out: None, or where the result goes.
+        """
         how, tables = self._planned(), self._tables
         assert tables is not None
         k, v = pools_of(paged_kv_cache, self.kv_layout)
@@ -284,15 +259,17 @@ class _Wrapper:
         numbers = scales[0], None if "k_scale" in stored else scales[1]
         stored = {name: s.flatten() if s.numel() == 1 else s for name, s in stored.items()}
         try:
-            return attention_cached(
-                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
+            made = attention_cached(
+                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, out=out, return_lse=wants_lse,
                 split=0 if self._one_pass else self._split, **stored, **how.arguments(q.shape[-1], numbers, window_left),
             )  # fmt: skip
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None
+        return made if wants_lse else (made, None)
 
     def _plan_how(self, how: _How, q_data_type: Any, kv_data_type: Any, o_data_type: Any, disable_split_kv: bool) -> None:
-        q, kv, o = _dtype("q_data_type", q_data_type), _dtype("kv_data_type", kv_data_type), _dtype("o_data_type", o_data_type)
+        asked = dict(q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type)
+        q, kv, o = (dtype_of(name, one) for name, one in asked.items())
         refuse(type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o not in (None, q)})
         self._how, self._dtypes, self._one_pass = how, (q, q if kv is None else kv), bool(disable_split_kv)
         self._split: int | None = None  # packed queries are one pass then
@@ -325,7 +302,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_data_type, kv_data_type = (data_type if one is None else one for one in (q_data_type, kv_data_type))
         q_data_type = "float16" if q_data_type is None else q_data_type
         self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        self._split = _keys_of("fixed_split_size", others.get("fixed_split_size"), page_size)
+        self._split = keys_of("fixed_split_size", others.get("fixed_split_size"), page_size)
         self._plan_pages(indptr, indices, last_page_len, page_size, self._buffers["indices"])
         self._per_request = q_len_per_req
 
@@ -346,10 +323,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         check_kind("q", q)
         if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
-        scales = q_scale, k_scale, v_scale
-        made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, scales, sinks)
-        sums = sums.transpose(0, 1).flatten(1)
-        return _answer(made.flatten(0, 1), sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
+        scales, wants_lse = (q_scale, k_scale, v_scale), return_lse or lse is not None
+        wide = q.unsqueeze(1) if each == 1 else q.unflatten(0, (-1, each))  # which takes four times as long
+        into = out.view(wide.shape) if takes(out, q, v_scale) else None
+        made, sums = self._attend(wide, paged_kv_cache, None, window_left, scales, sinks, into, wants_lse)
+        made, sums = made.flatten(0, 1) if into is None else out, None if sums is None else sums.transpose(0, 1).flatten(1)
+        return answer(made, sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -411,8 +390,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
-        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale, v_scale), sinks)
-        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+        wants_lse = return_lse or lse is not None
+        into, scales = out if takes(out, q, v_scale) else None, (q_scale, k_scale, v_scale)
+        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, scales, sinks, into, wants_lse)
+        return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -462,7 +443,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         _check_dtype("q_data_type", self._dtypes[0], q, "q")
         _check_dtype("kv_data_type", self._dtypes[1], k, "k")
         made, sums = attention_varlen(q, k, v, *self._starts, return_lse=True, **how.arguments(q.shape[-1], (q_scale, k_scale)))
-        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+        return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)
 

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.problem.cache import SPLIT_STEP
+from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
 
 LAYOUTS = ("NHD", "HND")
+# What our arguments are called there.
+CALLED = {
+    "page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache",
+    "split": "fixed_split_size in keys",
+}  # fmt: skip
 
 
 def check_layout(kv_layout: Any) -> str:
@@ -92,6 +99,24 @@ def ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is no int32 tensor of one axis; it must be one.")
     return tensor.to(device, torch.int32, non_blocking=True)
+
+
+def keys_of(name: str, pages: Any, page_size: int) -> int | None:
+    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by; None for None and -1."""
+    count = plain(pages)
+    if count is None or count == -1:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidProblem(f"{name} is {told(pages)}; it must be an int of at least 1, the pages of a part, or None.")
+    return -(-count * page_size // SPLIT_STEP) * SPLIT_STEP
+
+
+def dtype_of(name: str, asked: Any) -> torch.dtype | None:
+    """A dtype that a plan says, by name or as torch's."""
+    made = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if asked is not None and not isinstance(made, torch.dtype):
+        raise InvalidProblem(f"{name} is {asked!r}; it must be a torch.dtype or the name of one.")
+    return made
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
