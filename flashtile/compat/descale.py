@@ -10,6 +10,7 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.options import DEFAULT
+from flashtile.torch.call.stored import check_kind
 from flashtile.torch.routes.library import define
 
 NAMES = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
@@ -57,6 +58,7 @@ def attend_descaled(
         return function(*tensors, **arguments)
     of_q = given.get("q_scale")
     if of_q is not None and isinstance(k, torch.Tensor):
+        check_kind("q_descale", of_q)
         if of_q.dim() != 2 or of_q.shape[1] != k.shape[-2]:
             raise InvalidProblem(
                 f"q_descale has shape {tuple(of_q.shape)}; it must be (batch, heads_kv), of {k.shape[-2]} heads."

@@ -21,7 +21,7 @@ from flashtile.torch.cache.known import lengthened
 from flashtile.torch.cache.latent import check_latents
 from flashtile.torch.cache.operator import slots_of
 from flashtile.torch.cache.tensors import check_pools, int32
-from flashtile.torch.call.stored import STORED, check_kind
+from flashtile.torch.call.stored import STORED, check_kind, check_kinds
 from flashtile.torch.execute.plain import is_traced
 
 Maybe = torch.Tensor | None
@@ -163,6 +163,7 @@ def attend(
     fresh.check(cache.seqlens)
     descales = Descales() if descales is None else descales
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
+        check_kinds(q=q, **({} if fresh.k is None else {"k": fresh.k, "v": fresh.v}))
         stored: dict[str, Any] = dict(k_scale=descales.k, v_scale=descales.v)
         if q.dtype in STORED:
             refuse("flash_attn_with_kvcache", {f"qv is given and q is {q.dtype}; give both in 16 bits": qv is not None})
