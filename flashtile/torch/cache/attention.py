@@ -26,6 +26,7 @@ from flashtile.torch.cache.tensors import (
     check_starts,
     check_table,
     int32,
+    refuse_out,
     refuse_transforms,
 )
 from flashtile.torch.call.arguments import Arguments
@@ -121,9 +122,8 @@ def attention_cached(
     added = 0 if append is None else counts
     prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
     _refuse((q, k_cache, v_cache), scales, pair, captured)
-    if into is not None and (_wants_gradients(q, pair, captured) or (torch.is_grad_enabled() and into.requires_grad)):
-        reason = "out is given, and gradients are wanted; leave it out, or call it under torch.no_grad()"
-        raise NotSupported("attention_cached", {"flashtile": [reason]})
+    if into is not None and _wants_gradients(q, pair, captured):
+        refuse_out()
     new = bound = None
     if pair is not None:
         if pair[0].dtype != q.dtype:
