@@ -18,7 +18,7 @@ class NotSupported(NotImplementedError):
         self.request = request
         self.reasons = {name: tuple(lines) for name, lines in reasons.items()}
         rows = [f"  {name}: {line}" for name, lines in self.reasons.items() for line in lines]
-        super().__init__("\n".join([f"no backend can run {request}:", *rows]))
+        self.args = ("\n".join([f"no backend can run {request}:", *rows]),)  # torch.compile traces no super().__init__ of these
 
     def __reduce__(self) -> tuple[type[NotSupported], tuple[str, Mapping[str, Sequence[str]]]]:
         """For processes that compile: one error passes to another process whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,22 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.options import DEFAULT
+from flashtile.torch.call.stored import check_kind
+from flashtile.torch.routes.library import define
 
 NAMES = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
+
+
+def _refuse(gradient: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    reason = "inputs of torch.float8_e4m3fn have none; give 16 bits with Options(precision='fp8'), by flashtile.attention"
+    raise NotSupported("the backward of version 3's e4m3", {"flashtile": [reason]})
+
+
+# An operator, for a compiler traces a backward ahead of anybody who asks for it.
+_REFUSED = define(
+    "refuse_backward_of_e4m3(Tensor gradient, Tensor[] inputs) -> Tensor[]", _refuse,
+    lambda gradient, inputs: [torch.empty_like(t) for t in inputs],
+)  # fmt: skip
 
 
 class _Forward(torch.autograd.Function):
@@ -20,12 +34,12 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(made)  # so that it is no view, which callers could not write over
+        ctx.save_for_backward(*inputs)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        reason = "inputs of torch.float8_e4m3fn have none; give 16 bits with Options(precision='fp8'), by flashtile.attention"
-        raise NotSupported("the backward of version 3's e4m3", {"flashtile": [reason]})
+        return None, *_REFUSED(gradients[0], ctx.saved_tensors)
 
 
 def attend_descaled(
@@ -44,6 +58,7 @@ def attend_descaled(
         return function(*tensors, **arguments)
     of_q = given.get("q_scale")
     if of_q is not None and isinstance(k, torch.Tensor):
+        check_kind("q_descale", of_q)
         if of_q.dim() != 2 or of_q.shape[1] != k.shape[-2]:
             raise InvalidProblem(
                 f"q_descale has shape {tuple(of_q.shape)}; it must be (batch, heads_kv), of {k.shape[-2]} heads."

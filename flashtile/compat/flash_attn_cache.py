@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from flashtile import dispatch
 from flashtile.compat.asked import Asked, blind_rows_positive, refuse
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.ops.position import rotary
 from flashtile.problem.attention import MAX_HEAD_DIM
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
-from flashtile.torch.cache.attention import attention_cached, problem_of
+from flashtile.torch.cache.attention import attention_cached, check_call
+from flashtile.torch.cache.known import lengthened
 from flashtile.torch.cache.latent import check_latents
+from flashtile.torch.cache.operator import slots_of
 from flashtile.torch.cache.tensors import check_pools, int32
-from flashtile.torch.call.stored import STORED, check_kind
-from flashtile.torch.execute.bound import device_of
+from flashtile.torch.call.stored import STORED, check_kind, check_kinds
 from flashtile.torch.execute.plain import is_traced
 
 Maybe = torch.Tensor | None
@@ -176,7 +176,8 @@ def attend(
     fresh.check(cache.seqlens)
     descales = Descales() if descales is None else descales
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
-        stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
+        check_kinds(q=q, **({} if fresh.k is None else {"k": fresh.k, "v": fresh.v}))
+        stored: dict[str, Any] = dict(k_scale=descales.k, v_scale=descales.v)
         wide = q.dtype in STORED
         if wide:
             refuse("flash_attn_with_kvcache", {f"qv is given and q is {q.dtype}; give both in 16 bits": qv is not None})
@@ -203,9 +204,6 @@ def attend(
             rotary = None if fresh.cos is None else (fresh.cos, fresh.sin, fresh.interleaved)
             how |= {"append": (fresh.k, fresh.v), "rotary": rotary}
         elif fresh.k is not None and fresh.v is not None:
-            if qv is not None or max(cache.k.shape[3], cache.v.shape[3]) > MAX_HEAD_DIM:  # nothing is written for who fails
-                asked_for = problem_of(q, cache.k, cache.v, table, seqused_k=seqlens, qv=qv, **how)
-                dispatch.plan_cached(asked_for, device_of(q.device))
             fresh_cu = None if fresh.cu_seqlens is None else int32("cu_seqlens_k_new", fresh.cu_seqlens, q, batch + 1)
             k, turn = fresh.k, None
             if fresh.cos is not None:
@@ -214,8 +212,12 @@ def attend(
                 if fresh.seqlens is not None:
                     k = fresh.turned(k, starts, fresh_cu, True)
                 q = fresh.turned(q, starts, cu, moves)
+            if not is_traced(q, cache.k) and q.device.type == "cpu":
+                slots_of(k, cache.k, table, seqlens, fresh_cu)
+            after = lengthened(seqlens, k, fresh_cu)
+            check_call(q, cache.k, cache.v, table, seqused_k=after, qv=qv, **how)  # nothing is written for who fails
             append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn, **stored)
-            seqlens = seqlens + (k.shape[1] if fresh_cu is None else fresh_cu[1:] - fresh_cu[:-1])
+            seqlens = after
         return attention_cached(q, cache.k, cache.v, table, seqused_k=seqlens, qv=qv, **how)
 
 

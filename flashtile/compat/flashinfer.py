@@ -35,7 +35,7 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
-from flashtile.torch.call.stored import STORED, check_kind
+from flashtile.torch.call.stored import STORED, check_kind, check_kinds
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
@@ -128,7 +128,7 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """out (heads, head_dim), or (out, lse (heads,)). q: (heads, head_dim); k, v: (keys, heads, head_dim), or HND."""
-    check_kind("q", q)
+    check_kinds(q=q, k=k, v=v)
     if q.dim() != 2:
         raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be (heads, head_dim).")
     made = _single(
@@ -152,8 +152,8 @@ def single_prefill_with_kv_cache(
     the lowest of each uint8 first.
     """
     name = "single_prefill_with_kv_cache"
+    check_kinds(q=q, k=k, v=v)
     for called, tensor in (("q", q), ("k", k)):
-        check_kind(called, tensor)
         if tensor.dim() != 3:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must have three axes.")
     _refuse_run(name, {}, {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "kv_cache_sf": kv_cache_sf})

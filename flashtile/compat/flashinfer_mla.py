@@ -13,7 +13,7 @@ from flashtile.errors import InvalidProblem, renamed
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.cache.tensors import check_starts
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import check_kinds
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 CALLED = {
@@ -136,6 +136,7 @@ class BatchMLAPagedAttentionWrapper:
         if self._planned is None:
             raise InvalidProblem("run is called before plan; plan must come first.")
         planned = self._planned
+        check_kinds(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         latent, turned = planned["head_dim_ckv"], planned["head_dim_kpe"]
         wanted = {
             "q_nope": (q_nope, (q_nope.shape[0], planned["num_heads"], latent)),
@@ -144,7 +145,6 @@ class BatchMLAPagedAttentionWrapper:
             "kpe_cache": (kpe_cache, (ckv_cache.shape[0], planned["page_size"], turned)),
         }
         for name, (tensor, shape) in wanted.items():
-            check_kind(name, tensor)
             if tuple(tensor.shape) != shape:
                 raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}, as plan was told.")
         if not len(ckv_cache) and not planned["longest"]:  # no request has a key

@@ -13,6 +13,7 @@ from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
+from flashtile.torch.call.stored import check_kind
 
 LAYOUTS = ("NHD", "HND")
 # What our arguments are called there.
@@ -154,6 +155,7 @@ def append_paged_kv_cache(
     which on a GPU either stays.
     """
     k, v = pools_of(paged_kv_cache, check_layout(kv_layout))
+    check_kind("append_key", append_key)
     item, position = int32("batch_indices", batch_indices, append_key), int32("positions", positions, append_key)
     indptr, indices = int32("kv_indptr", kv_indptr, append_key), int32("kv_indices", kv_indices, append_key)
     for name, tensor in (("batch_indices", item), ("positions", position)):

@@ -13,6 +13,7 @@ from flashtile.errors import InvalidProblem
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.block_mask import Said, said_of
 from flashtile.torch.api.blocks import Blocks
+from flashtile.torch.call.stored import check_tensor
 from flashtile.torch.execute.inference_safe import lasting
 
 # of each BlockMask for what it was read, the tensors that its mask_mod captures with their versions, and what they say
@@ -40,6 +41,7 @@ def flex_attention(
         "return_aux asks for max_scores; they are not kept": bool(getattr(return_aux, "max_scores", False)),
     })  # fmt: skip
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise InvalidProblem(f"{name} has shape {tuple(tensor.shape)}; it must be (batch, heads, seqlen, head_dim).")
     if key.shape[1] != query.shape[1] and not enable_gqa:

@@ -16,6 +16,7 @@ from flashtile.problem.dropout import Dropout
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
+from flashtile.torch.call.stored import check_tensor
 
 
 def memory_efficient_attention(
@@ -59,6 +60,8 @@ def _attend(
     op: Any, output_dtype: torch.dtype | None, return_lse: bool = False,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out as query has its axes, lse (batch, heads, seqlen_q) or None)."""
+    for called, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(called, tensor)
     refuse(name, {
         "op is given; it names one of xformers' kernels": op is not None,
         f"output_dtype is {output_dtype}; out has query's dtype": output_dtype not in (None, query.dtype),

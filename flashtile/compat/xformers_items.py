@@ -118,7 +118,8 @@ class _SeqLenInfo:
         """(1, total, ...) in parts of so many items of one length each, by default one: (items, seqlen, ...)."""
         if x.shape[:2] != (1, self.total):
             raise InvalidProblem(f"tensor has shape {tuple(x.shape)}; it must be (1, {self.total}, ...).")
-        tokens, parts, first = x[0].split([b - a for a, b in self.places]), list[torch.Tensor](), 0
+        tokens, first = x[0].split([b - a for a, b in self.places]), 0
+        parts: list[torch.Tensor] = []
         for size in batch_sizes or [1] * len(tokens):
             parts.append(torch.stack(tokens[first : first + size]))
             first += size

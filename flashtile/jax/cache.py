@@ -14,7 +14,7 @@ from jax.core import Tracer
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.scores.softcap import Softcap
-from flashtile.jax.arguments import integers
+from flashtile.jax.arguments import FLOATS, floating, integers
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.run import NAMES, run
 from flashtile.plan.buffers import cached_buffers
@@ -82,7 +82,8 @@ class Cached:
             seen &= ahead <= band.right
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
         sink = arrays["sink"].astype(wide).reshape(1, p.heads_kv, p.group, 1) if p.sink is not None else None
-        top = scores.max(-1) if sink is None else jnp.maximum(scores.max(-1), sink)
+        top = scores.max(-1, initial=-jnp.inf)  # of no key, where there is no row
+        top = top if sink is None else jnp.maximum(top, sink)
         top = jnp.where(jnp.isfinite(top), top, 0.0)
         weights = jnp.exp(scores - top[..., None])
         total = weights.sum(-1) + (0.0 if sink is None else jnp.exp(sink - top))
@@ -91,7 +92,7 @@ class Cached:
         out = out / jnp.where(total == 0.0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
         lse = jnp.where(total == 0.0, -jnp.inf, top + jnp.log(jnp.where(total == 0.0, 1.0, total)))
         shape = (p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)
-        return {"out": out.reshape(shape).astype(arrays["q"].dtype), "lse": lse.reshape(p.batch, p.heads_q, -1)}
+        return {"out": out.reshape(shape).astype(arrays["q"].dtype), "lse": lse.reshape(p.batch, p.heads_q, p.seqlen_q)}
 
 
 def _gathered(pool: Any, table: Any, pages: Pages, exists: Any) -> Any:
@@ -134,7 +135,7 @@ def attention_cached(
     if first_k is not None:
         given["first_k"] = _ints("first_k", first_k, batch)
     if sink is not None:
-        given["sink"] = jnp.asarray(sink)
+        given["sink"] = floating("sink", sink)
     score = () if softcap is None else (ScoreSpec(Softcap, Softcap(softcap).scalars(), ()),)
     held = None if sink is None else TensorSpec(given["sink"].shape, NAMES[given["sink"].dtype])
     keys, values = ((batch, pages.capacity, *t.shape[2:]) for t in (k_cache, v_cache))
@@ -180,6 +181,8 @@ def append_to_cache(
     """
     k, v, k_cache, v_cache = (jnp.asarray(t) for t in (k, v, k_cache, v_cache))
     _check_pools(k, k_cache, v_cache, "k")
+    if v.dtype != k.dtype:
+        raise InvalidProblem(f"v is {v.dtype} and k is {k.dtype}; they must have one dtype.")
     if v.shape[:3] != k.shape[:3] or k.shape[2:] != k_cache.shape[2:] or v.shape[2:] != v_cache.shape[2:]:
         raise InvalidProblem(
             f"k has shape {k.shape} and v {v.shape}; they must be (batch, seqlen, heads_kv, head_dim), of the pools' heads and "
@@ -192,6 +195,7 @@ def append_to_cache(
         slots = jnp.asarray(slots)
         if slots.shape != k.shape[:2] or not jnp.issubdtype(slots.dtype, jnp.integer):
             raise InvalidProblem(f"slots is {slots.dtype} of shape {slots.shape}; it must be ints of shape {k.shape[:2]}.")
+        slots = integers("slots", slots)  # of 8 bits they would not hold how many there are
         page, row, exists = slots // size, slots % size, (slots >= 0) & (slots < count * size)
     else:
         page_table = None if page_table is None else integers("page_table", page_table)
@@ -200,7 +204,7 @@ def append_to_cache(
         column, row = place // size, place % size
         item = jnp.arange(k.shape[0])[:, None]
         within = (place >= 0) & (column < pages.columns)
-        page = item if page_table is None else page_table[item, column.clip(0, pages.columns - 1)]
+        page = page_table[item, column.clip(0, pages.columns - 1)] if page_table is not None and pages.columns else item
         page = jnp.broadcast_to(page, place.shape)
         exists = within & (page >= 0) & (page < count)
     page = jnp.where(exists, page, count)  # one that there is not, which is dropped
@@ -228,8 +232,9 @@ def _check_pools(q: Any, k_cache: Any, v_cache: Any, name: str) -> None:
         if array.ndim != 4:
             meant = "(batch, seqlen, heads, head_dim)" if called == name else "(pages, page_size, heads_kv, head_dim)"
             raise InvalidProblem(f"{called} has shape {array.shape}; it must be {meant}.")
-        if array.dtype not in NAMES or array.dtype != q.dtype:
-            known = ", ".join(str(jnp.dtype(d)) for d in JAX_DTYPES.values())
+        kinds = [kind for kind in JAX_DTYPES if name != "q" or kind in FLOATS]  # an append copies what nobody multiplies
+        if NAMES.get(array.dtype) not in kinds or array.dtype != q.dtype:
+            known = ", ".join(str(jnp.dtype(JAX_DTYPES[kind])) for kind in kinds)
             raise InvalidProblem(f"{called} is {array.dtype} and {name} is {q.dtype}; they must have one dtype of {known}.")
     if k_cache.shape[:3] != v_cache.shape[:3] or 0 in k_cache.shape:
         raise InvalidProblem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,11 +95,15 @@ def test_version_3_packs_queries_and_new_keys_apart() -> None:
     angle = torch.rand(12, 8)
     cos, sin = angle.cos(), angle.sin()
     made = pools[0].clone(), pools[1].clone()
-    out, lse, *rest = fa3.flash_attn_with_kvcache(
-        q, *made, k, v, None, cos, sin, LENGTHS, rows, page_table=TABLE, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
-        rotary_seqlens=starts, causal=True, return_softmax_lse=True,
+    call = partial(fa3.flash_attn_with_kvcache, cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new, causal=True)
+    call = partial(call, rotary_seqlens=starts, page_table=TABLE, return_softmax_lse=True)
+    out, lse, *rest = call(
+        q, *made, k, v, None, cos, sin, LENGTHS, rows,
         scheduler_metadata=fa3.get_scheduler_metadata(2, 3, 12, 4, 2, 16, LENGTHS),
     )  # fmt: skip
+    again = pools[0].clone(), pools[1].clone()
+    whole = torch.compile(call, fullgraph=True, backend="eager")(q, *again, k, v, None, cos, sin, LENGTHS, rows)
+    assert all(torch.equal(a, b) for a, b in zip((out, lse, *made), (*whole[:2], *again), strict=True))
     assert [t.numel() for t in rest] == [0, 0]
     for i, (row, n) in enumerate(zip(rows.tolist(), LENGTHS.tolist(), strict=True)):
         mine, new = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_new[i]), int(cu_new[i + 1]))
@@ -149,6 +154,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"block_table": TABLE[:1].expand(2, 3), "cache_seqlens": 2, **NEW}, "block_table gives two new keys, of items 0 and 1"),
     ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 1]), **NEW},
      "cache_batch_idx gives two new keys, of items 0 and 1, one place: page 1, row 3"),
+    ({"softmax_scale": "0.1", **NEW}, "scale is '0.1'"),
+    ({"alibi_slopes": torch.rand(3), **NEW}, "alibi slopes have shape (3,); it must be (2,)"),
+    ({"q": torch.randn(2, 1, 3, 16), **NEW}, "heads_q is 3 and heads_kv is 2"),
+    ({"block_table": None, "cache_seqlens": 2, "cache_leftpad": torch.tensor([5, 0]), **NEW}, "cache_leftpad[0] is 5"),
 ]  # fmt: skip
 
 
@@ -157,5 +166,6 @@ def test_errors_say_what_the_caller_gave(change: dict[str, Any], says: str) -> N
     k_cache, v_cache = some_pools()
     given = {"k_cache": k_cache, "v_cache": v_cache, "block_table": TABLE, "cache_seqlens": LENGTHS, **change}
     with pytest.raises(flashtile.InvalidProblem) as error:
-        fa.flash_attn_with_kvcache(torch.randn(2, 1, 2, 16), **given)
+        fa.flash_attn_with_kvcache(**{"q": torch.randn(2, 1, 2, 16), **given})
     assert says in str(error.value)
+    assert not k_cache._version, "nothing is written for a call that fails"

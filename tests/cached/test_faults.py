@@ -49,6 +49,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("append's k has shape (1, 1, 2, 32) and q (2, 1, 2, 32)", attend(append=(NEW["k"][:1], NEW["v"][:1]))),
     ("append's k is torch.bfloat16 and q is torch.float32", lambda some: attend(
         append=(NEW["k"].bfloat16(), NEW["v"].bfloat16()))({n: t.to(torch.int8) for n, t in some.items()})),
+    ("out is expanded", attend(out=NEW["q"][:1].expand(2, 1, 2, 32), append=(NEW["k"], NEW["v"]))),
     ("split is 100", attend(split=100, append=(NEW["k"], NEW["v"]))),
     ("heads_q must be a multiple of heads_kv", attend(q=torch.randn(2, 1, 3, 32), append=(NEW["k"], NEW["v"]))),
     ("first_k[0] is 9", attend(first_k=ints(9, 0), append=(NEW["k"], NEW["v"]))),

@@ -171,6 +171,8 @@ def test_results_are_written_where_the_caller_wants_them(known: list[Any], chang
     rows = call["q"].clone().requires_grad_()
     with pytest.raises(flashtile.NotSupported, match="out is given, and gradients are wanted"):
         both({**call, "q": rows, "out": torch.empty_like(want)})
+    with pytest.raises(flashtile.NotSupported, match="out is given, and gradients are wanted"):
+        both({**call, "out": torch.empty_like(want).requires_grad_()})
     with Seen():
         assert torch.equal(both({**call, "out": apart.fill_(torch.nan)})[0], want)
     explained = {name: value for name, value in call.items() if name not in ("shared_prefix", "return_lse")}

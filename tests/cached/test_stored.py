@@ -311,11 +311,18 @@ def test_shapes_alone_on_meta() -> None:
             flashtile.attention_cached(q, latent, apart, seqused_k=used)
 
 
-def test_gradients_of_wide_keys_are_refused_before_anything_is_written() -> None:
-    latent, used = torch.zeros(2, 8, 1, 576), torch.zeros(2, dtype=torch.int32)
-    q, k = torch.randn(2, 1, 2, 576, requires_grad=True), torch.randn(2, 1, 1, 576)
-    with pytest.raises(flashtile.NotSupported, match=r"gradients go up to 512.*torch\.no_grad"):
-        flashtile.attention_cached(q, latent, latent[..., :512], seqused_k=used, append=(k, k[..., :512]))
+@pytest.mark.parametrize(("dim", "options", "says"), [
+    (576, flashtile.Options(), r"gradients go up to 512.*torch\.no_grad"),
+    (32, flashtile.Options(backend="cpu", backward="fused"), r"(?s)cpu: backward is 'fused'"),
+])  # fmt: skip
+def test_gradients_that_nobody_has_are_refused_before_anything_is_written(
+    dim: int, options: flashtile.Options, says: str
+) -> None:
+    latent, used = torch.zeros(2, 8, 1, dim), torch.zeros(2, dtype=torch.int32)
+    q, k = torch.randn(2, 1, 2, dim, requires_grad=True), torch.randn(2, 1, 1, dim)
+    some, how = dim * 8 // 9, dict[str, Any](seqused_k=used, options=options)
+    with pytest.raises(flashtile.NotSupported, match=says):
+        flashtile.attention_cached(q, latent, latent[..., :some], append=(k, k[..., :some]), **how)
     assert not latent.any()
 
 

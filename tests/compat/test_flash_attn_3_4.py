@@ -172,11 +172,13 @@ def test_descales(place: torch.device) -> None:
         flat = [t.flatten(0, 1) for t in (q, k, v)]
         items = fa3.flash_attn_varlen_func(*flat, cu, cu, 9, 9, causal=True, **named)
         assert (items.unflatten(0, (2, 9)) - true).norm() / true.norm() < 2.8e-2
-        asked = fa3.flash_attn_func(q.requires_grad_(), k, v, causal=True, **named)  # as its own tests do
-        assert torch.equal(asked, out)
-        with pytest.raises(NotSupported, match=r"(?s)version 3's e4m3.*have none; give 16 bits with Options"):
-            asked.float().sum().backward()
-        assert torch.equal(asked.mul_(2), 2 * out)  # which may be written over
+        attend_e4m3 = partial(fa3.flash_attn_func, q.requires_grad_(), k, v, causal=True, **named)  # as its own tests do
+        for run in (torch.compile(attend_e4m3, fullgraph=True, backend="aot_eager"), attend_e4m3):
+            asked = run()
+            assert torch.equal(asked, out)
+            with pytest.raises(NotSupported, match=r"(?s)version 3's e4m3.*have none; give 16 bits with Options"):
+                asked.float().sum().backward()
+            assert torch.equal(asked.mul_(2), 2 * out)  # which may be written over
         with pytest.raises(InvalidProblem, match="v_descale has shape"):
             fa3.flash_attn_func(q, k, v, v_descale=torch.ones(3, device=place))
         with pytest.raises(InvalidProblem, match="q_descale has shape"):

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import flashtile
 from flashtile import InvalidProblem
-from flashtile.compat import install, trees, uninstall
+from flashtile.compat import flash_attn, flash_attn_3, install, trees, uninstall
+from flashtile.compat.flashinfer import append_paged_kv_cache, single_decode_with_kv_cache
+from flashtile.compat.flashinfer_mla import BatchMLAPagedAttentionWrapper
+from flashtile.compat.flex import flex_attention
+from flashtile.compat.xformers import memory_efficient_attention
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +125,30 @@ def test_padding() -> None:
     some, rest = index_first_axis_residual(flat, indices)
     (grad,) = torch.autograd.grad(some.sum() + 2 * rest.sum(), flat)
     assert torch.equal(grad[:, 0, 0], 2.0 + torch.isin(torch.arange(15), indices))
+
+
+def test_errors_say_which_argument_is_no_tensor() -> None:
+    """Whatever they ask of it first: its dtype, device or axes."""
+    some, ints, pools = torch.randn(2, 4, 2, 16), torch.zeros(2, dtype=torch.int32), (torch.randn(2, 4, 2, 16),) * 2
+    table = torch.arange(2, dtype=torch.int32)[:, None]
+    mla = BatchMLAPagedAttentionWrapper()
+    mla.plan(torch.arange(3).int(), torch.arange(3).int(), torch.arange(2).int(), ints + 4, 2, 16, 8, 4, True, 0.1)
+    cached = partial(flash_attn.flash_attn_with_kvcache, cache_seqlens=ints, block_table=table)
+    eight = some.to(torch.float8_e4m3fn)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "q": lambda no: cached(no, *pools),
+        "k": lambda no: cached(some, *pools, no, some),
+        "v": lambda no: cached(some, *pools, some, no),
+        "q_descale": lambda no: flash_attn_3.flash_attn_func(eight, eight, eight, q_descale=no),
+        "query": lambda no: memory_efficient_attention(no, some, some),
+        "key": lambda no: flex_attention(some, no, some),
+        "append_key": lambda no: append_paged_kv_cache(no, some[0], ints, ints, pools, ints, ints, ints),
+        "q_nope": lambda no: mla.run(no, some, *pools),
+        "ckv_cache": lambda no: mla.run(some, some, no, some),
+        "outs[0]": lambda no: flashtile.merge((no,), (some,)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidProblem, match=rf"^{re.escape(name)} is a list; it must be a torch\.Tensor"):
+            call([1.0])
+    with pytest.raises(InvalidProblem, match=r"^v is a list"):
+        single_decode_with_kv_cache(some[0, 0], some[0], [1.0])  # pyright: ignore[reportArgumentType]

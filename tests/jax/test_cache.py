@@ -121,6 +121,10 @@ def test_append_writes_in_place_where_pools_are_donated() -> None:
     expected[0, 0], expected[1, 1], expected[1, 4] = new[0, 0], new[1, 0], new[3, 1]
     np.testing.assert_array_equal(made, expected)
     assert float(other[1, 4, 0, 0]) == float(new[3, 1, 0, 0]) + 1
+    of_8_bits = [append_to_cache(new[:1, :1], new[:1, :1], jnp.zeros((99, 5, 2, 16)), jnp.zeros((99, 5, 2, 16)),
+                                 slots=jnp.full((1, 1), 100, kind))[0] for kind in (jnp.int8, jnp.uint8)]  # fmt: skip
+    for made in of_8_bits:  # which do not hold 495, the number of rows
+        np.testing.assert_array_equal(made[20, 0], new[0, 0])
 
 
 def test_a_row_without_a_page_is_written_nowhere() -> None:
@@ -128,6 +132,17 @@ def test_a_row_without_a_page_is_written_nowhere() -> None:
     new = jnp.ones((4, 1, 2, 16))
     made, _ = append_to_cache(new, new, k_cache, v_cache, table * 0 - 1, seqused_k=jnp.asarray([0, 31, 32, 99]))
     np.testing.assert_array_equal(made, k_cache)
+    made, _ = append_to_cache(new, new, k_cache, v_cache, table[:, :0], seqused_k=jnp.zeros(4, jnp.int32))
+    np.testing.assert_array_equal(made, k_cache)
+
+
+def test_no_items_and_no_pages() -> None:
+    k_cache, v_cache, table, *_ = pools(4)
+    q, used, sink = jnp.ones((4, 2, 4, 16)), jnp.zeros(4, jnp.int32), jnp.arange(4.0)
+    out, lse = attention_cached(q, k_cache, v_cache, table[:, :0], seqused_k=used, sink=sink, return_lse=True)
+    assert not out.any()
+    np.testing.assert_allclose(lse, jnp.broadcast_to(sink[:, None], (4, 4, 2)))
+    assert attention_cached(q[:0], k_cache, v_cache, table[:0], seqused_k=used[:0]).shape == (0, 2, 4, 16)
 
 
 def test_a_generation_is_one_causal_call() -> None:
@@ -201,6 +216,8 @@ def test_refusals() -> None:
         ({"k_cache": k_cache[..., :8]}, "k_cache has head_dim 8"),
         ({"q": q[0]}, r"q has shape \(1, 4, 16\)"),
         ({"split": 100}, "split is 100"),
+        ({"sink": jnp.ones(4, jnp.int8)}, "sink is int8; it must be float16, bfloat16 or float32"),
+        ({n: good[n].astype(jnp.int8) for n in ("q", "k_cache", "v_cache")}, "one dtype of float16, bfloat16, float32.$"),
         ({"implementation": "hopper"}, "implementation is 'hopper'"),
     ]
     for change, says in wrong:
@@ -214,6 +231,8 @@ def test_refusals() -> None:
         append_to_cache(q[:, :, :2], q[:, :, :2], k_cache, v_cache)
     with pytest.raises(InvalidProblem, match=r"k has shape \(4, 1, 4, 16\)"):
         append_to_cache(q, q, k_cache, v_cache, slots=used)
+    with pytest.raises(InvalidProblem, match="v is float16 and k is float32"):
+        append_to_cache(q, q.astype(jnp.float16), k_cache, v_cache, slots=used)
     two = jnp.ones((2, 1, 2, 16))
     nowhere = jnp.asarray([[-1], [-1]])
     append_to_cache(two, two, k_cache, v_cache, slots=nowhere)

@@ -60,6 +60,22 @@ def test_vmap_is_a_loop() -> None:
     close(vmap(varlen)(many_q[:, 0]), [varlen(one) for one in many_q[:, 0]])
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4, 8), (3, 0, 5, 4, 8), (3, 2, 0, 4, 8)], ids=["calls", "batch", "tokens"])
+def test_vmap_of_nothing(shape: tuple[int, ...]) -> None:
+    many, sink = torch.randn(shape), torch.randn(4)
+
+    def summed(q: Any) -> Any:
+        return flashtile.attention(q, q, q, causal=True, options=CPU).sum()
+
+    def sunk(q: Any, sink: Any) -> Any:
+        return flashtile.attention(q, q, q, sink=sink, return_lse=True, options=CPU)[1].sum()
+
+    assert vmap(grad(summed))(many).shape == shape
+    assert vmap(grad(lambda q: grad(summed)(q).square().sum()))(many).shape == shape
+    assert [t.shape for t in vmap(grad(sunk, argnums=(0, 1)), (0, None))(many, sink)] == [shape, (shape[0], 4)]
+    assert vmap(lambda q: flashtile.ops.softmax(q, None))(many).shape == shape
+
+
 def test_vmap_of_grad() -> None:
     _, k, v, slopes, many_q, *_ = tensors()
     for function, rest in ((lambda *t: plain(*t).square().sum(), (k, v)), (loss, (k, v, slopes))):

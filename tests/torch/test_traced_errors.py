@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import Alibi, Document, Dropout, InvalidProblem, Softcap, Stored, ops
+from flashtile import Alibi, Document, Dropout, InvalidProblem, NotSupported, Softcap, Stored, ops
+from flashtile.compat import flash_attn_3
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -73,6 +74,27 @@ def test_compiled_errors_are_the_eager_ones(name: str) -> None:
     with pytest.raises(Exception) as compiled:  # noqa: PT011 (torch.compile's own, with ours in its text)
         torch.compile(BAD[name], backend="eager", fullgraph=True)()
     assert str(eager.value) in str(compiled.value).replace("\\'", "'")
+
+
+E4M3 = t(1, 8, 2, 16).to(torch.float8_e4m3fn).requires_grad_()
+CACHE = torch.randn(1, 8, 2, 16).requires_grad_()
+REFUSED: dict[str, Callable[[], Any]] = {
+    "stored": lambda: flashtile.attention(E4M3, E4M3, E4M3, options=flashtile.Options(precision="fp8")),
+    "cache": lambda: flashtile.attention_cached(CACHE, CACHE, CACHE, seqused_k=t(1, dtype=torch.int32)),
+    "append": lambda: flashtile.append_to_cache(CACHE, CACHE, CACHE, CACHE, seqused_k=t(1, dtype=torch.int32)),
+    "sm_margin": lambda: flash_attn_3.flash_attn_func(CACHE, CACHE, CACHE, sm_margin=8),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_compiled_refusals_give_the_reasons(name: str) -> None:
+    with pytest.raises(NotSupported) as eager:
+        REFUSED[name]()
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as compiled:  # noqa: PT011 (as above)
+        torch.compile(REFUSED[name], backend="eager", fullgraph=True)()
+    for reason in (eager.value.request, *(line for lines in eager.value.reasons.values() for line in lines)):
+        assert reason in str(compiled.value).replace("\\'", "'")
 
 
 def test_symbolic_numbers_are_numbers() -> None:

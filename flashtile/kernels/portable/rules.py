@@ -418,7 +418,7 @@ def _crowds_twice(asked: Asked) -> bool:
 
 
 def _keeps_rests(asked: Asked, tile: Launch) -> bool:
-    return asked.which in ("keys", "fused") and sums_are_long(asked.problem, replace(tile, products=asked.products))
+    return sums_are_long(asked.problem, replace(tile, products=asked.products), asked.which)
 
 
 def _walked_twice(asked: Asked) -> Launch:

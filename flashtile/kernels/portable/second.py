@@ -15,11 +15,14 @@ from flashtile.kernels.device.memory import column_offset, head_offset, load_til
 from flashtile.kernels.device.product import (
     add_product,
     add_rounded,
+    add_to_sum,
     aligned_parts,
     free_parts,
+    long_sum,
     product,
     score_product,
     transposed,
+    whole_sum,
 )
 from flashtile.kernels.device.score import locate
 from flashtile.kernels.portable.opening import Scene, key_tile, keys_seen, query_tile
@@ -180,16 +183,22 @@ def attention_second_queries(in_ptrs, dq_ptr, strides, seqlen_q, seqlen_k, heads
 
 
 @jit
-def add_by_key(acc, x, parts, T: tl.constexpr):
-    """acc of keys + x times parts of queries, as `add_rounded`; x is of keys by queries, where T.upright of queries by keys."""
+def parts_by_key(x, like, T: tl.constexpr):
+    """Parts, keys by queries, of x, which is so or where T.upright queries by keys."""
     if T.upright:
-        acc = add_product(acc, transposed(free_parts(x, parts[0].dtype, T), T), parts, T)
-        if T.halves_rounding:
-            rest = x - x.to(parts[0].dtype).to(x.dtype)
-            acc = add_product(acc, transposed(free_parts(rest, parts[0].dtype, T), T), parts, T)
+        return transposed(free_parts(x, like.dtype, T), T)
     else:  # Triton compiles what stands behind a return, too
-        acc = add_rounded(acc, x, parts, T)
-    return acc
+        return free_parts(x, like.dtype, T)
+
+
+@jit
+def add_by_key(sums, x, parts, T: tl.constexpr):
+    """`long_sum` of keys + x times parts of queries, rounded as `add_rounded` does."""
+    sums = add_to_sum(sums, parts_by_key(x, parts[0], T), parts, T)
+    if T.halves_rounding:
+        rest = x - x.to(parts[0].dtype).to(x.dtype)
+        sums = add_to_sum(sums, parts_by_key(rest, parts[0], T), parts, T)
+    return sums
 
 
 @jit
@@ -276,7 +285,6 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
         this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), heads_kv, band, T
@@ -300,8 +308,7 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
         tv = in_ptrs[5] + head_offset(batch, head_kv, strides[7]) + row_offset(column_k, strides[7])
         tv = aligned_parts(load_tile(tv, strides[7], key_first, key_end, T.head_dim_v, BLOCK_K, T.columns_v, True), T)
     keys = (k, v, tk, tv)
-    dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
-    dv = tl.zeros([BLOCK_K, COLUMNS_V], WIDE)
+    dk, dv = long_sum(BLOCK_K, COLUMNS, T), long_sum(BLOCK_K, COLUMNS_V, T)
     seed = load_seed(args[0], T)
     key = column + tl.arange(0, BLOCK_K)
     place = (item.batch, head_kv, key[None, :] if T.upright else key[:, None], column, seed)
@@ -343,9 +350,10 @@ def attention_second_keys(in_ptrs, grad_ptrs, strides, seqlen_q, seqlen_k, heads
     keys_own = item.span_k - column
     if grad_ptrs[0] is not None:
         dk_tile = grad_ptrs[0] + head_offset(batch, head_kv, strides[10]) + row_offset(column_k, strides[10])
-        store_tile(dk_tile, strides[10], dk * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
+        store_tile(dk_tile, strides[10], whole_sum(dk, T) * scale, keys_own, T.head_dim, BLOCK_K, T.columns)
     if grad_ptrs[1] is not None:
         dv_tile = grad_ptrs[1] + head_offset(batch, head_kv, strides[4]) + row_offset(column_k, strides[4])
+        dv = whole_sum(dv, T)
         if T.modifiers.dropout:
             dv *= seed.factor
         store_tile(dv_tile, strides[4], dv, keys_own, T.head_dim_v, BLOCK_K, T.columns_v)

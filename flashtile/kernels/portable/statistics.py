@@ -13,7 +13,16 @@ from flashtile.kernels.device.exponential import exp, finite
 from flashtile.kernels.device.grid import Sizes, this_program
 from flashtile.kernels.device.mask import seen, zero_unseen
 from flashtile.kernels.device.memory import column_offset, head_offset, load_tile, row_offset, store_tile
-from flashtile.kernels.device.product import add_product, aligned_parts, free_parts, score_product, transposed
+from flashtile.kernels.device.product import (
+    add_product,
+    add_to_sum,
+    aligned_parts,
+    free_parts,
+    long_sum,
+    score_product,
+    transposed,
+    whole_sum,
+)
 from flashtile.kernels.device.score import locate, stages
 from flashtile.kernels.device.softmax import entropy_of
 from flashtile.kernels.device.stream import await_stream
@@ -289,7 +298,7 @@ def entropy_key_step(dk, k, head, start, span, scene, T: tl.constexpr, SCORE: tl
     scores = tile_stages(k, transposed(q, T), at, scale, args, T, SCORE)
     ds = entropy_slopes(scores, keep, known[0][None, :], known[1][None, :],
                         known[2][None, :], at, args, T, SCORE)  # fmt: skip
-    return add_product(dk, free_parts(ds, q[0].dtype, T), q, T)
+    return add_to_sum(dk, free_parts(ds, q[0].dtype, T), q, T)
 
 
 @jit(do_not_specialize=PLAIN_INTEGERS)
@@ -299,7 +308,6 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     BLOCK_Q: tl.constexpr = T.block_q
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
-    WIDE = tl.float64 if T.wide else tl.float32
     band, heads_kv = (left, right, region[1]), heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(
         this_program(), region, Sizes(seqlen_q, seqlen_k, heads, group), heads_kv, band, T
@@ -314,10 +322,10 @@ def attention_entropy_keys(in_ptrs, dk_ptr, strides, seqlen_q, seqlen_k, heads, 
     own = (in_ptrs[0] + wide * strides[0][0] + row_offset(item.first_q, strides[0]), in_ptrs[1], in_ptrs[2] + rows,
            in_ptrs[3] + rows, in_ptrs[4] + rows)  # fmt: skip
     scene = Scene(own, strides, sizes, ends, (item.batch, head_kv, key), scale, band, args)
-    dk = tl.zeros([BLOCK_K, COLUMNS], WIDE)
+    dk = long_sum(BLOCK_K, COLUMNS, T)
     for member in tl.range(0, group):
         head = head_kv * group + member
         for start in tl.range(lo, hi, BLOCK_Q):
             dk = entropy_key_step(dk, k, head, start, seqlen_q, scene, T, SCORE, MASK)
     dk_tile = dk_ptr + head_offset(batch, head_kv, strides[4]) + row_offset(column_k, strides[4])
-    store_tile(dk_tile, strides[4], dk * scale, item.span_k - column, T.head_dim, BLOCK_K, T.columns)
+    store_tile(dk_tile, strides[4], whole_sum(dk, T) * scale, item.span_k - column, T.head_dim, BLOCK_K, T.columns)

@@ -291,13 +291,13 @@ def centers_values(problem: AttentionProblem, launch: Launch) -> bool:
     return problem.float32_grade and alike and launch.products in ("cut", "aligned") and problem.head_dim_v <= LONGEST_SUM
 
 
-def sums_are_long(problem: AttentionProblem, launch: Launch) -> bool:
-    """Whether dk and dv, one sum over all query heads of a group, would be rounded more than plain PyTorch's: it adds up each
-    head by itself, and then the heads.
+def sums_are_long(problem: AttentionProblem, launch: Launch, which: Pass) -> bool:
+    """Whether a pass forms dk and dv, or their tangents, one sum over all query heads of a group, that would be rounded more
+    than plain PyTorch's: it adds up each head by itself, and then the heads.
     """
-    if not problem.float32_grade or launch.products == "float64":
+    if which not in OVER_KEYS or not problem.float32_grade or launch.products == "float64":
         return False
-    roundings = 2 if launch.products == "aligned" else 1  # of the sum, by a tile of queries
+    roundings = 2 if launch.products == "aligned" or which in DIRECTED else 1  # of the sum, by a tile of queries
     return 2 * roundings * problem.group >= launch.block_q
 
 
@@ -375,7 +375,7 @@ def make_tile(problem: AttentionProblem, launch: Launch, which: Pass, slots: int
         ),
         grouped=grouped,
         exact=problem.float32_grade,
-        keeps_rest=which in ("keys", "fused") and sums_are_long(problem, launch),
+        keeps_rest=sums_are_long(problem, launch, which),
         offset=backward and mends_lse(problem),
         precision=PRODUCTS[problem.precision],
         # With one tf32 product lse would be off by 5e-4, and probabilities with it.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.torch.call.stored import check_kind
 
 
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,6 +24,8 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
     if not outs or len(outs) != len(lses):
         raise InvalidProblem(f"outs are {len(outs)} and lses are {len(lses)}; they must be as many, and at least one.")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_kind(f"outs[{i}]", out)
+        check_kind(f"lses[{i}]", lse)
         if out.dim() not in (3, 4) or out.shape != outs[0].shape:
             raise InvalidProblem(
                 f"outs[{i}] has shape {tuple(out.shape)}; all must have one, (batch, seqlen, heads, head_dim)."

@@ -13,6 +13,7 @@ from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened
 from flashtile.torch.cache.operator import append_rows
 from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
+    check_apart,
     check_pools,
     check_starts,
     check_table,
@@ -225,8 +226,7 @@ def _check_written(
     written = {"k_cache": k_cache, "v_cache": v_cache}
     written |= {n: s for n, s in zip(("k_scale", "v_scale"), scales, strict=True) if s is not None and scaling_of(s) == "token"}
     for name, tensor in written.items():
-        if 0 in tensor.stride() and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise InvalidProblem(f"{name} is expanded, with strides {tensor.stride()}; to be written it must be contiguous().")
+        check_apart(name, tensor)
     if not is_shared(k_cache, v_cache):
         return
     if not is_shared(*(t if t.dim() == 4 else t[None] for t in pair)):

@@ -13,7 +13,7 @@ from flashtile.problem.mask import Band, Joined
 from flashtile.problem.number import plain
 from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
-from flashtile.torch.cache.gradient import attend_gathered
+from flashtile.torch.cache.gradient import attend_gathered, check_gradients
 from flashtile.torch.cache.known import recognize, remember
 from flashtile.torch.cache.latent import check_latents
 from flashtile.torch.cache.operator import attend, describe, layout_of, side_by_side, slots_of
@@ -23,8 +23,10 @@ from flashtile.torch.cache.tensors import (
     check_lengths,
     check_out,
     check_pools,
+    check_starts,
     check_table,
     int32,
+    refuse_out,
     refuse_transforms,
 )
 from flashtile.torch.call.arguments import Arguments
@@ -120,9 +122,8 @@ def attention_cached(
     added = 0 if append is None else counts
     prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
     _refuse((q, k_cache, v_cache), scales, pair, captured)
-    if into is not None and (_wants_gradients(q, pair, captured) or (torch.is_grad_enabled() and into.requires_grad)):
-        reason = "out is given, and gradients are wanted; leave it out, or call it under torch.no_grad()"
-        raise NotSupported("attention_cached", {"flashtile": [reason]})
+    if into is not None and _wants_gradients(q, pair, captured):
+        refuse_out()
     new = bound = None
     if pair is not None:
         if pair[0].dtype != q.dtype:
@@ -134,7 +135,7 @@ def attention_cached(
             )
         new = prepare(q, pair, (k_cache, v_cache), scales, page_table, used, cu_q, rotary, asked["options"].backend)
         if not is_watched(q, k_cache, v_cache):  # nothing is written for a call that fails
-            layout_of(q, k_cache, v_cache, scales, page_table, first, [*captured, *others], chosen, text, floats, ints)
+            _foresee((q, k_cache, v_cache), page_table, call, _wants_gradients(q, pair, captured))
             if q.device.type == "cpu":
                 slots_of(new.k, k_cache, page_table, used, cu_q, new.rotary_rows)
                 check_lengths(pages, new.used, first, page_table)
@@ -158,6 +159,40 @@ def attention_cached(
             remember(seen, numbers, layout_of(*three, scales, page_table, first, *rest)[0], bound)
     out = out if into is None else into.copy_(out)
     return (out, lse) if return_lse else out
+
+
+def check_call(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor | None, *, seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None, first_k: torch.Tensor | None, qv: torch.Tensor | None, **asked: Any,
+) -> None:  # fmt: skip
+    """Raise what `attention_cached` will of a call that says all that it asks for, before anybody writes the rows that
+    seqused_k counts already.
+    """
+    packed = cu_seqlens_q is not None
+    if qv is None:
+        check_pools(q, k_cache, v_cache, packed)
+    else:
+        _check_latents(q, qv, k_cache, v_cache, packed, None, asked)
+        learns = q.requires_grad or qv.requires_grad
+        q = q.new_empty((*q.shape[:-1], qv.shape[-1] + q.shape[-1]))  # as kernels read the two
+        q = q.requires_grad_() if learns else q
+    three = (q, k_cache, v_cache)
+    if is_watched(*three):
+        return
+    changes, given = dict(asked), (*three, page_table, seqused_k, cu_seqlens_q, first_k)
+    named = tuple(changes.pop(name) for name in ("causal", "return_lse", "split", "options", "window", "mask"))
+    seen = recognize(given, None, (False, qv is not None), named, changes)
+    if seen is None or seen.known is None:
+        split = asked.pop("split")
+        call = _read(three, page_table, seqused_k, cu_seqlens_q, first_k, split, asked, qv is not None)
+        captured = call.written[3]
+        _refuse(three, call.scales, None, captured)
+        _foresee(three, page_table, call, _wants_gradients(q, None, captured))
+    if q.device.type == "cpu":
+        used, first = int32("seqused_k", seqused_k, q), None if first_k is None else int32("first_k", first_k, q)
+        if cu_seqlens_q is not None:
+            check_starts("cu_seqlens_q", int32("cu_seqlens_q", cu_seqlens_q, q), q.shape[0])
+        check_lengths(check_table(k_cache, page_table, used.shape[0], first is not None), used, first, page_table)
 
 
 def problem_of(
@@ -246,6 +281,17 @@ def _write(
         return write(APART, wide, given, Arguments(**{**asked, "mask": mask_of_call(asked["mask"], wide, k, True)}))
     except InvalidProblem as error:
         raise renamed(error, CALLED) from None
+
+
+def _foresee(
+    three: tuple[torch.Tensor, torch.Tensor, torch.Tensor], page_table: torch.Tensor | None, call: _Call, learns: bool
+) -> None:
+    """Raise what planning the call raises, and where a gradient is wanted planning its gradients."""
+    text, floats, ints, captured, others = call.written
+    rest = ([*captured, *others], call.split, text, floats, ints)
+    layout = layout_of(*three, call.scales, page_table, call.first, *rest)[0]
+    if learns:
+        check_gradients(layout.problem.attention, call.asked["options"], three[0].device)
 
 
 def _refuse(

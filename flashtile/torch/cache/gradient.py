@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 
+from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.cache import Pages
+from flashtile.problem.options import Options
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.append import New
 from flashtile.torch.cache.latent import is_apart
 from flashtile.torch.cache.tensors import gather
 from flashtile.torch.call.stored import STORED, Scales
+from flashtile.torch.execute.prepared import PreparedCall
+
+
+def check_gradients(problem: AttentionProblem, options: Options, device: torch.device) -> None:
+    """Raise NotSupported where `attention` of gathered keys would, which has this problem."""
+    PreparedCall(problem, options, device).require_backward()
 
 
 def attend_gathered(

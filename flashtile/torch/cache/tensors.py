@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -76,6 +76,22 @@ def check_out(out: Any, q: torch.Tensor, v_cache: torch.Tensor) -> None:
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on "
             f"{q.device}."
         )
+    check_apart("out", out)
+    if out.requires_grad and torch.is_grad_enabled():
+        refuse_out()
+
+
+def refuse_out() -> NoReturn:
+    """Raise NotSupported for an out beside gradients."""
+    reason = "out is given, and gradients are wanted; leave it out, or call it under torch.no_grad()"
+    raise NotSupported("attention_cached", {"flashtile": [reason]})
+
+
+def check_apart(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem for what is to be written, and has one place for several elements."""
+    steps = tensor.stride()
+    if 0 in steps and any(n > 1 and not step for n, step in zip(tensor.shape, steps, strict=True)):
+        raise InvalidProblem(f"{name} is expanded, with strides {steps}; to be written it must be contiguous().")
 
 
 def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:

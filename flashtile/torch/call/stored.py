@@ -51,12 +51,23 @@ def number_of(stored: torch.Tensor, scale: Maybe, dtype: torch.dtype) -> torch.T
     return (wide if scale is None else wide * scale[..., None]).to(dtype)
 
 
-def check_kind(name: str, tensor: Any) -> None:
-    """Raise InvalidProblem for what is no dense tensor."""
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise InvalidProblem for what is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
+
+
+def check_kind(name: str, tensor: Any) -> None:
+    """Raise InvalidProblem for what is no dense tensor."""
+    check_tensor(name, tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
+
+
+def check_kinds(**tensors: Any) -> None:
+    """Raise InvalidProblem where one of these is no dense tensor."""
+    for name, tensor in tensors.items():
+        check_kind(name, tensor)
 
 
 def check_scale(

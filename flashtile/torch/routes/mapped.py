@@ -26,20 +26,34 @@ def _fold(tensor: Maybe, axis: int | None, count: int) -> Maybe:
     return tensor.flatten(0, 1)
 
 
+def _unfold(tensor: torch.Tensor, count: int, batch: int) -> torch.Tensor:
+    """(count * batch, ...) as (count, batch, ...), whatever is 0."""
+    return tensor.unflatten(0, (count, batch))
+
+
+def _batch_of(tensor: torch.Tensor, axis: int | None) -> int:
+    """That of one call."""
+    return tensor.shape[1 if axis == 0 else 0]
+
+
 def _at(tensor: Maybe, axis: int | None, index: int) -> Maybe:
-    return tensor if tensor is None or axis is None else tensor.select(axis, index)
+    if tensor is None or axis is None:
+        return tensor
+    if not tensor.shape[axis]:  # no call at all, whose outputs have shapes
+        return tensor.new_zeros((*tensor.shape[:axis], *tensor.shape[axis + 1 :]))
+    return tensor.select(axis, index)
 
 
 def one_by_one(operator: Any, count: int, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The operator's outputs for each index of the mapped axes, stacked."""
     results = []
-    for i in range(count):
+    for i in range(max(count, 1)):
         given = [
             [_at(t, d, i) for t, d in zip(arg, dim, strict=True)] if isinstance(dim, (list, tuple)) else _at(arg, dim, i)
             for arg, dim in zip(args, dims, strict=True)
         ]
         results.append(operator(*given))
-    return [torch.stack(made) for made in zip(*results, strict=True)]
+    return [torch.stack(made)[:count] for made in zip(*results, strict=True)]
 
 
 def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -49,8 +63,9 @@ def _map_attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     else:
         packs = [_fold(t, d, count) for t, d in zip(args[:3], in_dims[:3], strict=True)]
         out, lse, residual = ATTENTION(*packs, *args[3:])
-        residual = residual.unflatten(0, (count, -1)) if residual.numel() else residual.expand(count, 0)
-        made = [out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1)), residual]
+        batch = _batch_of(args[0], in_dims[0])
+        residual = _unfold(residual, count, batch) if residual.dim() > 1 else residual.expand(count, 0)
+        made = [_unfold(out, count, batch), _unfold(lse, count, batch), residual]
     return tuple(made), (0,) * 3
 
 
@@ -61,8 +76,9 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
     else:
         folded = [_fold(t, d, count) for t, d in zip(args[:5], in_dims[:5], strict=True)]
         kept = [_fold(t, d, count) for t, d in zip(args[6:8], in_dims[6:8], strict=True)]
-        residual = args[8].flatten() if args[8].numel() == 0 else _fold(args[8], in_dims[8], count)
-        made = [g.unflatten(0, (count, -1)) for g in BACKWARD(*folded, args[5], *kept, residual, *args[9:])]
+        one, batch = args[8].dim() - (in_dims[8] is not None) == 1, _batch_of(args[2], in_dims[2])
+        residual = args[8].flatten() if one else _fold(args[8], in_dims[8], count)
+        made = [_unfold(g, count, batch) for g in BACKWARD(*folded, args[5], *kept, residual, *args[9:])]
     return made, [0] * len(made)
 
 
