@@ -250,6 +250,7 @@ def limits(text: str) -> str:
     text = replaced(text, "uneven", script_tables.uneven_decoding(RESULTS))
     text = replaced(text, "window", script_tables.window_decoding(RESULTS))
     text = replaced(text, "drafts", script_tables.drafts(RESULTS))
+    text = replaced(text, "rotated", script_tables.rotated(RESULTS))
     text = replaced(text, "head", script_tables.head(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
     text = replaced(text, "builds", "\n" + script_tables.builds(RESULTS) + "\n")

@@ -60,6 +60,10 @@ FILES = {  # file -> what its rows are
     "cached-hopper-turned-h200": "Keys as the rows of products (`turned` in a name), beside queries as rows (lab, decoding 18 "
     "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
     "Latents of b7f45bfc are of a tree with a change that the next commit made: values are added at once.",
+    "cached-hopper-peers-h200": "Ours beside SDPA's kernels, FlashAttention-4 and flashinfer 0.7.4 in one rotation (lab, "
+    "decoding 25): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
+    "Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of SDPA's "
+    "two kernels.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
     "`python -m benchmarks padded`. `whole` is the same call without padding, of 1.14 times as many keys at 64 items.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
@@ -416,6 +420,34 @@ def window_decoding(folder: Path) -> str:
     """The same beside a window: a few words of docs/limits.md."""
     of_best = {(row["model"], row["window"], row["provider"]): float(row["of_best"]) for row in decoding_rows(folder)}
     return f"{of_best['gemma3-27b', '1024', 'flashtile/contiguous']:.2f}"
+
+
+def rotation(folder: Path) -> dict[str, list[Row]]:
+    """Ours over contiguous caches beside all peers that there are, by the kind of a cell."""
+    found = dict[str, list[Row]]()
+    for row in read(folder / "cached-hopper-peers-h200.csv"):
+        if row["provider"] == "flashtile/contiguous":
+            kind = row["model"] if row["model"].startswith("mla") else row["lengths"]
+            found.setdefault(kind or ("several" if row["queries"] != "1" else "one"), []).append(row)
+    return found
+
+
+def of_best(rows: Sequence[Row]) -> str:
+    """The mean, and the least and the most."""
+    ratios = [float(row["of_best"]) for row in rows]
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def rotated(folder: Path) -> str:
+    """What this is of whoever is fastest: a few words of docs/limits.md."""
+    told = rotation(folder)
+    (uneven,), (long,) = told["lognormal"], told["one-long"]
+    return (
+        f"{of_best(told['one'])} of one query and equal lengths, {float(uneven['of_best']):.2f} of lognormal ones, "
+        f"{float(long['of_best']):.2f} where one item is 16 times as long; {of_best(told['several'])} of 2 to 8 queries, where "
+        f"FlashAttention-4 is fastest; latents of 16 heads {of_best(told['mla-16'])}, of 128 {of_best(told['mla-128'])}, where "
+        "flashinfer is"
+    )
 
 
 def drafts(folder: Path) -> str:
