@@ -61,7 +61,7 @@ FILES = {  # file -> what its rows are
     "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
     "Latents of b7f45bfc are of a tree with a change that the next commit made: values are added at once.",
     "cached-hopper-peers-h200": "Ours beside SDPA's kernels, FlashAttention-4 and flashinfer 0.7.4 in one rotation (lab, "
-    "decoding 25): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
+    "decoding 26): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
     "Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of SDPA's "
     "two kernels.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
