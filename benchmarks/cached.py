@@ -1,9 +1,9 @@
-"""Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside SDPA and a device memcpy of the same traffic.
+"""Decoding from a cache, under CUDA graph replay: contiguous and in pages, beside others and a memcpy of the same traffic.
 
     python benchmarks/cached.py [--models llama3-8b ...] [--batch 1 8 64] [--keys 1024 4096 16384 65536] [--queries 1]
         [--lengths equal lognormal one-long] [--windows 0 1024] [--pages 0 16 64 256] [--caches bf16 e4m3] [--tiles]
-        [--backends triton hopper] [--sets split=128 LOADS=4]
-        [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
+        [--backends triton hopper] [--sets split=128 LOADS=4] [--peers sdpa flashinfer fa4] [--without xqa]
+        [--cells llama3-8b:64x8192 ...] [--budget SECONDS] [--output bench-output/cached.csv] [--commit HASH]
 
 Items have equal lengths, or lognormal ones about a quarter of the keys, or the first one is 16 times as long as the others.
 Every query sees every key of its item, or those of a window that ends at its own. Caches are bf16, or of 8 bits with a scale
@@ -14,15 +14,18 @@ in `kernels/device/decoding.py`. A graph holds a call for each of several caches
 memory allows, so that keys come from memory. SDPA is given a mask where items differ, and of a window its keys alone. Replays
 take turns. What is timed is right, after a replay: against float64 sums over gathered keys. `copy` reads half of the bytes of a
 cell's keys and values and writes as many: a memcpy of the same traffic, which is the ceiling. `of_copy` is its time over a
-row's, `of_best` the best peer's time over ours, `of_contiguous` our own contiguous time over that of pages, `of_bf16` that of
-the same pages in bf16 over those of 8 bits, `of_first` that of the library's choice over a variant's. `tflops` counts both
-products. What SDPA refuses is a row with a `note`.
+row's, `of_best` the best peer's time over ours, `of_sdpa` that of the best of SDPA's two kernels, `of_contiguous` our own
+contiguous time over that of pages, `of_bf16` that of the same pages in bf16 over those of 8 bits, `of_first` that of the
+library's choice over a variant's. `tflops` counts both products. What a peer (`cached_peers.py`) refuses is a row with a
+`note`. --cells: these, in this order, in the place of all that models, batches, keys, queries, windows and lengths make, as
+MODEL:BATCHxKEYS[:qQUERIES][:wWINDOW][:LENGTHS].
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 import time
@@ -38,6 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cached_cells import KINDS, LENGTHS, MODELS, Caches, Cell, Row
+from benchmarks.cached_peers import GROUPS, SDPA, is_peer, peers_of
 from benchmarks.experiment import Ahead, Experiment, main_of
 from benchmarks.record import Record, at_least_one, is_lost
 from benchmarks.replay import captured, replay_ms
@@ -56,10 +60,15 @@ BATCHES = (1, 8, 64)
 KEYS = (1024, 4096, 16384, 65536)
 PAGES = (16, 64, 256)
 BACKENDS = ("triton", "hopper")
-PEERS = {"sdpa/flash": "FLASH_ATTENTION", "sdpa/cudnn": "CUDNN_ATTENTION"}
+RATIOS = ("of_copy", "of_best", "of_sdpa", "of_contiguous", "of_bf16", "of_first")
 COPY, COPY_8 = "copy", "copy of 8 bits"
 ROUNDS = 30
 LEAST_S = 2.0
+NUMBERS = ("batch", "keys", "queries", "window")
+CELL = re.compile(
+    rf"(?P<model>[\w-]+):(?P<batch>[1-9]\d*)x(?P<keys>[1-9]\d*)(:q(?P<queries>[1-9]\d*))?(:w(?P<window>\d+))?"
+    rf"(:(?P<lengths>{'|'.join(LENGTHS)}))?"
+)
 TOLERANCE = 8e-3  # of the largest value: 2 ulp of bf16
 
 
@@ -83,11 +92,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Asked:
-    """What of ours takes part: pages, 0 for contiguous; what caches hold; variants beside the library's own choice."""
+    """Who takes part: of ours pages, 0 for contiguous, what caches hold, variants beside the library's own choice; peers."""
 
     pages: tuple[int, ...]
     kinds: tuple[str, ...]
     variants: tuple[Variant, ...]
+    peers: tuple[str, ...] = GROUPS
+    without: tuple[str, ...] = ()  # parts of peers' names
 
 
 def compile_one(
@@ -149,15 +160,8 @@ class Entrant:
     graph: Any
     results: tuple[torch.Tensor, ...]
     error: float
-    table: torch.Tensor | None = None  # which a graph reads: its memory must stay
+    call: Any  # whose tensors a graph reads: their memory must stay
     kind: str = "bf16"
-
-
-def allowed(name: str) -> Any:
-    """The context in which SDPA has one kernel."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(getattr(SDPBackend, PEERS[name]))  # pyright: ignore[reportUnknownVariableType]
 
 
 def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
@@ -175,33 +179,36 @@ def ours_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator
                     except (NoTile, NotSupported):
                         continue
                     tile = f" {variant.spell(taken)}" if variant else ""
-                    yield from judged(name + tile, made, caches, table, page, record, kind)
+                    yield from judged(name + tile, made, call, caches, table, page, record, kind)
 
 
 def entrants_of(caches: Caches, asked: Asked, side: Any, record: Record) -> Iterator[tuple[str, Entrant]]:
     """Everybody who is captured and right; rows for the others."""
     base = caches.cell.row()
     yield from ours_of(caches, asked, side, record)
-    for name in () if caches.cell.shared else PEERS:
+    for peer in peers_of(caches, asked.peers):
+        if set(peer.name.split("/")) & set(asked.without):
+            continue
         try:
-            with allowed(name):
-                made = captured(caches.sdpa(), 1, side)
+            with peer.context():
+                call, table = peer.make()
+                made = captured(call, 1, side)
         except Exception as error:
             if is_lost(error):
                 raise
             note = f"{type(error).__name__}: {first_line(error)}"
-            print(caches.cell, name, note, flush=True)
-            record.add({**base, "provider": name, "note": note})
+            print(caches.cell, peer.name, note, flush=True)
+            record.add({**base, "provider": peer.name, "note": note})
             continue
-        yield from judged(name, made, caches, None, 0, record)
+        yield from judged(peer.name, made, call, caches, table, peer.page, record)
     for name, share in ((COPY, 1), (COPY_8, 2)):
-        graph, results = captured(caches.copy(share), 1, side)
-        yield name, Entrant(graph, results, 0.0)
+        call = caches.copy(share)
+        yield name, Entrant(*captured(call, 1, side), 0.0, call)
 
 
 def judged(
-    name: str, made: tuple[Any, tuple[torch.Tensor, ...]], caches: Caches, table: torch.Tensor | None, page: int,
-    record: Record, kind: str = "bf16",
+    name: str, made: tuple[Any, tuple[torch.Tensor, ...]], call: Any, caches: Caches, table: torch.Tensor | None,
+    page: int, record: Record, kind: str = "bf16",
 ) -> Iterator[tuple[str, Entrant]]:  # fmt: skip
     """The entrant, or a row that says how wrong a replay is."""
     graph, results = made
@@ -211,14 +218,14 @@ def judged(
     torch.cuda.synchronize()
     error = caches.error(results, table, page, kind)
     if error <= TOLERANCE:
-        yield name, Entrant(graph, results, error, table, kind)
+        yield name, Entrant(graph, results, error, (call, table), kind)
     else:
         record.fail(f"off by {error:.1e} of the largest value, limit {TOLERANCE:.0e}", **caches.cell.row(), provider=name)
 
 
 def beside(medians: Mapping[str, float], name: str, kind: str) -> Row:
     """What stands in a row of ours beside its time."""
-    peers = {peer: us for peer, us in medians.items() if peer in PEERS}
+    peers = {peer: us for peer, us in medians.items() if is_peer(peer)}
     row: Row = {}
     copy = COPY if kind == "bf16" else COPY_8
     if copy in medians and name not in (COPY, COPY_8):
@@ -228,6 +235,8 @@ def beside(medians: Mapping[str, float], name: str, kind: str) -> Row:
     if peers:
         best = min(peers, key=peers.__getitem__)
         row |= {"best": best, "of_best": round(peers[best] / medians[name], 3)}
+    if sdpa := [us for peer, us in peers.items() if peer in SDPA]:
+        row["of_sdpa"] = round(min(sdpa) / medians[name], 3)
     plain, *tile = name.split(" ", 1)
     rivals = {"of_contiguous": f"flashtile/contiguous{'' if kind == 'bf16' else f'/{kind}'}"}
     if kind != "bf16":
@@ -252,9 +261,7 @@ def measure(cell: Cell, asked: Asked, device: torch.device, side: Any, record: R
         row |= {"error": f"{entrants[name].error:.1e}", "cache": kind, **beside(medians, name, kind)}
         if name not in (COPY, COPY_8):
             row["tflops"] = round(cell.flops / middle / 1e6, 1)
-        ratios = " ".join(
-            f"{key} {row[key]}" for key in ("of_copy", "of_best", "of_contiguous", "of_bf16", "of_first") if key in row
-        )
+        ratios = " ".join(f"{key} {row[key]}" for key in RATIOS if key in row)
         print(cell, f"{name} {middle:.2f} us, {row['gb_per_s']} GB/s {row.get('tflops', '')} {ratios}", flush=True)
         record.add(row)
 
@@ -265,6 +272,15 @@ def setting(text: str) -> tuple[str, float]:
     if name != "split" and not isinstance(getattr(decoding, name, None), (int, float)):
         raise argparse.ArgumentTypeError(f"{text!r}: it must be split=N, or the name of a number in kernels/device/decoding.py")
     return name, float(value) if "." in value else int(value)
+
+
+def cell_of(text: str) -> Cell:
+    """MODEL:BATCHxKEYS, and what differs from one query, no window and equal lengths."""
+    made = CELL.fullmatch(text)
+    if made is None or made["model"] not in MODELS:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be MODEL:BATCHxKEYS[:qQUERIES][:wWINDOW][:LENGTHS]")
+    batch, keys, queries, window = (int(made[name] or least) for name, least in zip(NUMBERS, (1, 1, 1, 0), strict=True))
+    return Cell(made["model"], batch, keys, queries, made["lengths"] or LENGTHS[0], window)
 
 
 class OverCaches(Experiment[Cell]):
@@ -303,13 +319,16 @@ class Cached(OverCaches):
         parser.add_argument("--caches", nargs="+", choices=KINDS, default=["bf16", "e4m3"])
         parser.add_argument("--tiles", action="store_true", help="every tile that there might be")
         parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=[], help="these beside the library's choice")
+        parser.add_argument("--peers", nargs="*", choices=GROUPS, default=list(GROUPS), help="those of them that are installed")
+        parser.add_argument("--without", nargs="+", default=[], help="peers with such a part in their names, as xqa")
+        parser.add_argument("--cells", nargs="+", type=cell_of, default=[], help="these alone; see above")
         parser.add_argument("--sets", nargs="+", type=setting, default=[], help="split=N, or a constant of the sum of parts")
 
     @classmethod
     def check(cls, chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> int | None:
-        odd = [keys for keys in chosen.keys if any(keys % page for page in PAGES)]
+        odd = [keys for keys in (*chosen.keys, *(cell.keys for cell in chosen.cells)) if any(keys % page for page in PAGES)]
         if odd:
-            parser.error(f"--keys {odd[0]}: it must be a multiple of {PAGES[-1]}")
+            parser.error(f"{odd[0]} keys: they must be a multiple of {PAGES[-1]}")
         return None
 
     def __init__(self, chosen: argparse.Namespace):
@@ -317,21 +336,23 @@ class Cached(OverCaches):
         numbers = range(TILES) if chosen.tiles else range(1 if chosen.backends else 0)
         variants = tuple(Variant(name, number) for name in chosen.backends or BACKENDS for number in numbers)
         named = tuple(Variant(named=(name, value)) for name, value in chosen.sets)
-        self.asked = Asked(tuple(chosen.pages), tuple(chosen.caches), (*variants, *named))
+        ours = (tuple(chosen.pages), tuple(chosen.caches), (*variants, *named))
+        self.asked = Asked(*ours, tuple(chosen.peers), tuple(chosen.without))
 
     def ahead(self) -> Ahead:
-        chosen = self.chosen
-        ahead = sorted({min(chosen.keys), max(chosen.keys)})  # of these one has parts of keys, and one may have none
+        keys = dict[tuple[str, int, int], set[int]]()
+        for cell in self.cells():
+            keys.setdefault((cell.model, cell.queries, cell.window), set()).add(cell.keys)
         return compile_one, [
-            (model, queries, page, keys, kind, variant, window)
-            for variant in (None, *self.asked.variants) for keys in ahead for page in self.asked.pages
-            for kind in self.asked.kinds for queries in chosen.queries for model in chosen.models
-            for window in chosen.windows
+            (model, queries, page, number, kind, variant, window)
+            for variant in (None, *self.asked.variants) for (model, queries, window), some in keys.items()
+            for number in sorted({min(some), max(some)})  # of these one has parts of keys, and one may have none
+            for page in self.asked.pages for kind in self.asked.kinds
         ]  # fmt: skip
 
     def cells(self) -> list[Cell]:
         chosen = self.chosen
-        return [
+        return chosen.cells or [
             Cell(model, batch, keys, queries, lengths, window)
             for keys in chosen.keys for batch in chosen.batch for queries in chosen.queries for lengths in chosen.lengths
             for window in chosen.windows for model in chosen.models

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from flashtile.bench.result import read
-from tools import block_rows, error_table, fp8_rows, front_page, script_tables, shapes
+from tools import block_rows, decoding_tables, error_table, fp8_rows, front_page, script_tables, shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "answers"
@@ -68,12 +68,12 @@ def figures(results: Path) -> dict[str, str]:
         "cpu16": slow["16-bit backward on a CPU"][0],
         "cpu32": slow["fp32 forward and backward on one thread of a CPU; small calls most"][0],
         "cputimes": script_tables.cpu_times(results),
-        "decoding": script_tables.decoding(results),
+        "decoding": decoding_tables.decoding(results),
         "cross": _ways(fast[front_page.called(results, "hopper-cudnn-cross")]),
         "documents": script_tables.documents(results),
         "depths": shapes.timed_head_dims(results),
-        "drafts": script_tables.drafts(results),
-        "e4m3": script_tables.e4m3_caches(results),
+        "drafts": decoding_tables.drafts(results),
+        "e4m3": decoding_tables.e4m3_caches(results),
         "fp8": fp8_rows.shares(results),
         "fewkeys": shapes.own_shapes(results, few=True),
         "field": front_page.field_tests(results),
@@ -96,9 +96,9 @@ def figures(results: Path) -> dict[str, str]:
         "steps": ", ".join(f"head_dim {depth} {step[f'{depth}, causal'][-1]}" for depth in (64, 128, 256)),
         "statistics": script_tables.statistics_range(results),
         "trained": script_tables.trained_pairs(results),
-        "uneven": script_tables.uneven_decoding(results),
+        "uneven": decoding_tables.uneven_decoding(results),
         "unequal": _ways(fast[front_page.UNEQUAL]),
-        "window": script_tables.window_decoding(results),
+        "window": decoding_tables.window_decoding(results),
         "wide": slow[shapes.told(read(results / "hopper-mla-h200.csv"))][0],
     }
 

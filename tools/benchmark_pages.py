@@ -17,7 +17,7 @@ SUBJECTS = {  # page -> its title, and which files stand there: the first whose 
     "lengths": ("Unequal lengths, lists of blocks", r"varlen-"),
     "caches": (
         "Key/value caches",
-        r"cached-(hopper-cells|hopper-latent|hopper-turned|role|queries|host|repeats)-|padded-|generation-|stored-|field-tests-caches-",
+        r"cached-(hopper-cells|hopper-latent|hopper-peers|hopper-turned|role|queries|host|repeats)-|padded-|generation-|stored-|field-tests-caches-",
     ),
     "caches-log": ("Key/value caches: variants and older rows", r"cached-|decode-"),
     "fp8": ("Eight bits", r"fp8-"),

@@ -13,7 +13,7 @@ from flashtile.audit.matrix import TARGETS
 from flashtile.bench import report
 from flashtile.bench.result import Result
 from flashtile.bench.result import read as read_bench
-from tools import companion_tables, script_tables, shapes
+from tools import companion_tables, decoding_tables, script_tables, shapes
 from tools.companion_tables import Row, read
 
 OURS = "flashtile/hopper"
@@ -119,12 +119,15 @@ def slower(folder: Path) -> str:
     results = [r for r in read_bench(folder / "cpu-xeon.csv") if r.direction == "backward" and r.dtype != "fp32"]
     ratios = [r for row in report.grouped(results) if (r := report.ratio(row)) is not None]
     add("16-bit backward on a CPU", _mean(ratios), "PyTorch's own", results, "Intel Xeon")
-    rows = script_tables.decoding_rows(folder)
+    rows = decoding_tables.decoding_rows(folder)
     of_one, of_pages = (
         [float(row["of_best"]) for row in rows if row["provider"] == f"flashtile/{kind}"] for kind in ("contiguous", "16")
     )
-    add("decoding one query, items of equal lengths", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
+    add("decoding one query, equal lengths", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
         "the best of SDPA's kernels", rows, "H200")  # fmt: skip
+    several, latents = (decoding_tables.rotation(folder)[kind] for kind in ("several", "mla-16"))
+    of_each = [_mean([float(row["of_best"]) for row in some]) for some in (several, latents)]
+    add("decoding 2 to 8 queries; latents of 16 heads", "; ".join(of_each), "FlashAttention-4; flashinfer", several, "H200")
     head = script_tables.head_rows(folder)
     ours, theirs = head["flashtile"], head["compiled"]
     share, memory = float(theirs["ms"]) / float(ours["ms"]), float(ours["peak_mb"]) / float(theirs["peak_mb"])

@@ -29,6 +29,7 @@ from tools import (
     benchmark_pages,
     block_rows,
     cache_rows,
+    decoding_tables,
     error_table,
     evidence,
     fp8_rows,
@@ -247,10 +248,11 @@ def features(text: str) -> str:
 
 def limits(text: str) -> str:
     """The page of limits with the shares that were measured."""
-    text = replaced(text, "decoding", script_tables.decoding(RESULTS))
-    text = replaced(text, "uneven", script_tables.uneven_decoding(RESULTS))
-    text = replaced(text, "window", script_tables.window_decoding(RESULTS))
-    text = replaced(text, "drafts", script_tables.drafts(RESULTS))
+    text = replaced(text, "decoding", decoding_tables.decoding(RESULTS))
+    text = replaced(text, "uneven", decoding_tables.uneven_decoding(RESULTS))
+    text = replaced(text, "window", decoding_tables.window_decoding(RESULTS))
+    text = replaced(text, "drafts", decoding_tables.drafts(RESULTS))
+    text = replaced(text, "rotated", decoding_tables.rotated(RESULTS))
     text = replaced(text, "head", script_tables.head(RESULTS))
     text = replaced(text, "cputimes", script_tables.cpu_times(RESULTS))
     text = replaced(text, "builds", "\n" + script_tables.builds(RESULTS) + "\n")
@@ -270,7 +272,7 @@ def limits(text: str) -> str:
 
 def caches(text: str) -> str:
     """A page with what a cache of e4m3 gains."""
-    return replaced(text, "e4m3", script_tables.e4m3_caches(RESULTS))
+    return replaced(text, "e4m3", decoding_tables.e4m3_caches(RESULTS))
 
 
 def fp8(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import geometric_mean
 from textwrap import fill
 
 from flashtile.bench.result import read as read_bench
@@ -60,6 +59,10 @@ FILES = {  # file -> what its rows are
     "cached-hopper-turned-h200": "Keys as the rows of products (`turned` in a name), beside queries as rows (lab, decoding 18 "
     "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
     "Latents of b7f45bfc are of a tree with a change that the next commit made: values are added at once.",
+    "cached-hopper-peers-h200": "Ours beside SDPA's kernels, FlashAttention-4 and flashinfer 0.7.4 in one rotation (lab, "
+    "decoding 26): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
+    "Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of SDPA's "
+    "two kernels.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
     "`python -m benchmarks padded`. `whole` is the same call without padding, of 1.14 times as many keys at 64 items.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
@@ -385,49 +388,6 @@ def _right_pairs(folder: Path) -> list[list[Row]]:
     ]
 
 
-def e4m3_caches(folder: Path) -> str:
-    """How much faster than from bf16 a large cache of e4m3 decodes, by where it lies: a sentence of several pages."""
-    ratios = dict[str, str]()
-    for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):  # the newest row stays
-        cell = (row["model"], row["batch"], row["keys"], row["queries"], row["lengths"])
-        if cell == ("llama3-8b", "64", "8192", "1", "") and (
-            place := re.fullmatch(r"flashtile/(contiguous|16|64)/e4m3", row["provider"])
-        ):
-            ratios[place[1]] = f"{float(row['of_bf16']):.2f}"
-    return f"{ratios['contiguous']} from one contiguous cache, {ratios['16']} from pages of 16, {ratios['64']} from pages of 64"
-
-
-def decoding_rows(folder: Path, lengths: str = "") -> list[Row]:
-    """Ours of one query over a cache beside the best of SDPA's kernels, by the library's own choice of a tile, the newest of
-    each cell: items of such lengths, equal ones by default."""
-    found = dict[tuple[str, ...], Row]()
-    for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):
-        ours = re.fullmatch(r"flashtile/(contiguous|\d+)", row["provider"])
-        if ours and row["of_best"] and row["queries"] == "1" and row["lengths"] == lengths:
-            found[tuple(row[name] for name in ("model", "batch", "keys", "window", "provider"))] = row
-    return list(found.values())
-
-
-def uneven_decoding(folder: Path) -> str:
-    """The same where items' lengths differ: a few words of docs/limits.md."""
-    of_best = {(row["model"], row["provider"]): float(row["of_best"]) for row in decoding_rows(folder, "lognormal")}
-    return f"{of_best['llama3-8b', 'flashtile/contiguous']:.2f}"
-
-
-def window_decoding(folder: Path) -> str:
-    """The same beside a window: a few words of docs/limits.md."""
-    of_best = {(row["model"], row["window"], row["provider"]): float(row["of_best"]) for row in decoding_rows(folder)}
-    return f"{of_best['gemma3-27b', '1024', 'flashtile/contiguous']:.2f}"
-
-
-def drafts(folder: Path) -> str:
-    """Four queries of each of 64 items over a contiguous cache, the newest row: a few words of docs/limits.md."""
-    every = read(folder / "cached-hopper-turned-h200.csv")
-    asked = [row for row in every if (row["queries"], row["batch"], row["provider"]) == ("4", "64", "flashtile/contiguous")]
-    row = max(asked, key=lambda row: row["date"])
-    return f"{float(row['us']):.0f} us, {float(row['of_best']):.1f} times SDPA's best speed"
-
-
 def head_rows(folder: Path) -> dict[str, Row]:
     """linear_cross_entropy and its peer by provider, on an H200."""
     return {row["provider"]: row for row in read(folder / "companions-h200.csv") if row["section"] == "head"}
@@ -441,17 +401,6 @@ def head(folder: Path) -> str:
         for who in ("flashtile", "flashtile/stored", "compiled")
     )
     return f"{ours}; with all logits kept {stored}; torch.compile's {theirs}"
-
-
-def decoding(folder: Path) -> str:
-    """One query over a cache beside the best of SDPA's kernels: a sentence of docs/limits.md."""
-    rows = decoding_rows(folder)
-
-    def speed(provider: str) -> str:
-        ratios = [float(row["of_best"]) for row in rows if row["provider"] == provider]
-        return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-    return f"{speed('flashtile/contiguous')} for a contiguous cache, {speed('flashtile/16')} for pages of 16"
 
 
 WATCHED = ("max_logit", "entropy", "Mass(last=64)")  # forwards with one of these are timed beside plain ones

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as commands
-from benchmarks import cached_cells, companion_cells, companion_sections, experiment, processes, record, replay
+from benchmarks import cached_cells, cached_peers, companion_cells, companion_sections, experiment, processes, record, replay
 from flashtile import dispatch
 from flashtile.demo.train import Setup
 from flashtile.kernels.portable.backend import BACKEND as TRITON
 from flashtile.plan.device import CPU
 from flashtile.problem.attention import AttentionProblem
-from tests.bench import fake_gpu
+from tests.bench import fake_gpu, fake_peers
 
 CPU_PLACE = torch.device("cpu")
 TINY = (AttentionProblem.parse("attention(q=1x8x1x16,kv=8x1x16,fp16)"),)
@@ -116,7 +116,7 @@ def run(
     patch.setattr(record, "STARTED", time.monotonic())
     script = importlib.reload(importlib.import_module(f"benchmarks.{name.split()[0]}"))
     for constant, value in constants.items():
-        for module in (script, cached_cells, companion_cells, companion_sections):
+        for module in (script, cached_cells, cached_peers, companion_cells, companion_sections):
             if hasattr(module, constant):
                 patch.setattr(module, constant, value)
     patch.setattr(sys, "argv", [name, *arguments, "--output", str(output), "--commit", "told"])
@@ -136,6 +136,32 @@ def test_a_script_runs_to_its_end(name, tmp_path, pretended, capsys) -> None:
     assert len(rows) >= least, said
     assert {row["commit"] for row in rows} == {"told"}
     assert not any(row.get("failure") for row in rows)
+
+
+def test_decoding_is_timed_beside_flashinfer_and_flash_attention_4(tmp_path, pretended) -> None:
+    """Stand-ins for them compute what they are told: whatever the lengths, windows and latents, it is what ours computes."""
+    fake_peers.install(pretended)
+    constants: dict[str, Any] = dict(
+        MODELS={"tiny": (4, 2, 16, 16), "mla-tiny": (2, 1, 24, 16)}, FLASHINFER_PAGES=(0, 16), FA4_PAGES=(0, 16), ROTATED=8,
+        WORKSPACE_BYTES=16, **TINY_CACHES,
+    )  # fmt: skip
+    one = ["flashinfer/{}/" + name for name in ("fa3", "fa2", "cores", "xqa")]
+    made = {
+        "tiny:3x64:lognormal": [*one, "fa4/{}"], "tiny:2x32:w8": [*one, "fa4/{}"],
+        "tiny:2x32:q2:w8:one-long": [*one[:2], "fa4/{}"], "mla-tiny:3x64:one-long": one[:2],
+    }  # fmt: skip
+    told = ["--caches", "bf16", "--pages", "0", "16", "--cells", *made]
+    status, rows = run("cached", told, tmp_path / "rows.csv", pretended, constants)
+    assert status == 0
+    assert not any(row.get("note") or row.get("failure") for row in rows)
+    cells = dict.fromkeys((row["model"], row["queries"], row["window"], row["lengths"]) for row in rows)
+    for cell, names in zip(cells, made.values(), strict=True):
+        found = {row["provider"] for row in rows if (row["model"], row["queries"], row["window"], row["lengths"]) == cell}
+        wanted = {name.format(page) for name in names for page in ("contiguous", 16)} - {"flashinfer/contiguous/xqa"}
+        assert {name for name in found if name.startswith(("flashinfer", "fa4"))} == wanted
+    ours = [row for row in rows if row["provider"].startswith("flashtile/")]
+    assert all(float(row["of_best"]) > 0 for row in ours)
+    assert [bool(row["of_sdpa"]) for row in ours] == [not row["model"].startswith("mla") for row in ours]
 
 
 def test_ranks_are_measured_beside_one_process(tmp_path) -> None:
