@@ -78,6 +78,7 @@ def test_places_for_parts_that_are_not_there_change_no_bit(
     monkeypatch.setattr(decoding, "FEW_PARTS", 16)
     assert torch.equal(run(), few)
     assert planned == [(places, 1), (16, 1)]
+    assert [decoding.loaded_of(count, 1) for count in (2, 3, 5, 40)] == [(1, 2), (1, 4), (1, 8), (1, 8)]
     flashtile.cache_clear()
 
 

@@ -240,16 +240,19 @@ def group_of(split: int) -> int:
     return max(1, PROGRAM_KEYS // split)
 
 
-def loaded_of(problem: CachedProblem, together: int) -> tuple[int, int]:
-    """(parts that are added up first, such sums at a time) of the launch that adds up.
+def loaded_of(count: int, together: int) -> tuple[int, int]:
+    """(parts that are added up first, such sums at a time) of the launch that adds up, of `count` parts at most.
 
     A part that is not there changes no bit of a sum, but its place takes time: one item of 1,024 keys, which has 4 parts, took
     7.7 us where 4 had places and 8.8 where 8 have (an H200). That the places are what it pays for is a guess.
     """
     there = together
-    while there > FEW_PARTS and problem.splits <= there // 2:
+    while there > FEW_PARTS and count <= there // 2:
         there //= 2
-    return (together, max(1, LOADS // together)) if there == together else (there, 1)
+    sums = max(1, LOADS // together) if there == together else 1
+    while sums > 1 and count <= together * (sums // 2):
+        sums //= 2
+    return there, sums
 
 
 def abreast_of(problem: CachedProblem, together: int, tile: Any, device: Device) -> int:
@@ -271,7 +274,7 @@ def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer
 def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int, device: Device) -> KernelCall:
     """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
-    together, sums = loaded_of(problem, together)
+    together, sums = loaded_of(-(-problem.splits // (packing.split // problem.split)), together)
     abreast = abreast_of(problem, together, tile, device)
     heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
     packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast)  # all that it reads
