@@ -1,14 +1,16 @@
 """What generation takes beside its kernels: the host's time of a cached call, transformers' tokens a second, bits of repeats.
 
     python benchmarks/generation.py [--sections repeats host generate] [--batch 1 16] [--keys 1024 8192] [--new 48]
-        [--compile] [--implementations flashtile sdpa] [--budget SECONDS] [--output bench-output/generation.csv] [--commit HASH]
+        [--compile] [--implementations flashtile sdpa nothing] [--budget SECONDS] [--output bench-output/generation.csv]
+        [--commit HASH]
 
 repeats: of 1,000 calls into memory that was filled with NaN, those that made other bits than the first one; one is enough to
 fail. host: microseconds of an eager call over a cache of 1,024 keys, queued and not waited for, beside SDPA's, and of replaying
 a graph of such calls, by call. generate: a Llama of 1B's shape with random weights and a static cache of --keys places. A row
 has the median of its decoding steps, without prompt and warm-up, and `of_sdpa`, the tokens a second over those of transformers'
 own "sdpa". Both models have the same weights, and a step's logits must agree before they are timed. Each is in a process of its
-own, where it warms up beside the others; then they take turns. --compile: also rows of steps that `generate` compiled.
+own, where it warms up beside the others; then they take turns. --compile: also rows of steps that `generate` compiled. The
+implementation "nothing" attends to nothing, in no time: what it gains on sdpa is the most that any attention can.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from flashtile.problem.options import Options
 from flashtile.torch.cache import operator
 
 SECTIONS = ("repeats", "host", "generate")
-SDPA = "sdpa"
-IMPLEMENTATIONS = ("flashtile", SDPA)
+SDPA, NOTHING = "sdpa", "nothing"
+IMPLEMENTATIONS = ("flashtile", SDPA, NOTHING)
 # Llama 3.2 1B
 SHAPE: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -204,11 +206,13 @@ def serve(what: str, served: Served, compiled: bool) -> Any:
 
 def model_of(served: Served) -> Any:
     """A causal model of random weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
 
     from flashtile.integrations.transformers import register
 
     register()
+    AttentionInterface.register(NOTHING, lambda module, query, *given, **named: (query.transpose(1, 2), None))
+    AttentionMaskInterface.register(NOTHING, lambda *given, **named: None)
     config = LlamaConfig(**dict(served.shape), bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with served.device:
         made = AutoModelForCausalLM.from_config(config, attn_implementation=served.implementation, dtype=torch.bfloat16)
@@ -328,8 +332,8 @@ class Generation(Experiment[Cell]):
         """Rows of the implementations, which take turns."""
         models = self.served(cell)
         made = {served: good(self.prepared[served]) for served in models}
-        said = [torch.from_numpy(made[served][0]) for served in models]
-        off = max(((one - said[-1]).norm() / said[-1].norm()).item() for one in said)  # of sdpa, where both are asked for
+        said = [torch.from_numpy(made[served][0]) for served in models if served.implementation != NOTHING]
+        off = max((((one - said[-1]).norm() / said[-1].norm()).item() for one in said), default=0.0)  # of sdpa, if asked for
         if not off < LOGITS:
             raise ArithmeticError(f"logits of a step differ by {off:.1e} of their norm, limit {LOGITS:.0e}")
         for compiled in sorted({False, self.chosen.compile}, reverse=True):
@@ -349,7 +353,8 @@ class Generation(Experiment[Cell]):
                 row["kernels"] = "+".join(made[served][1])
                 print(f"generate b{cell.batch} k{cell.keys}", *row.values(), *of.values(), f"logits {off:.1e}", flush=True)
                 record.add({
-                    **self.place(cell), **row, **of, "new": self.chosen.new, "logits_off": f"{off:.1e}",
+                    **self.place(cell), **row, **of, "new": self.chosen.new,
+                    "logits_off": "" if name == NOTHING else f"{off:.1e}",
                     "transformers": version("transformers"),
                 })  # fmt: skip
 

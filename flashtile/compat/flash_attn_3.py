@@ -173,8 +173,9 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, page_table, "page_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
     asked = Asked(softmax_scale, causal, window_size, softcap, mask=chunks(attention_chunk))
-    out, lse = attend(q, cache, fresh, asked, num_splits, cu_seqlens_q, Descales(q_descale, k_descale, v_descale), qv)
-    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+    descales = Descales(q_descale, k_descale, v_descale)
+    made = attend(q, cache, fresh, asked, num_splits, return_softmax_lse, cu_seqlens_q, descales, qv)
+    return (*made, made[1].new_empty(0), made[1].new_empty(0)) if return_softmax_lse else made
 
 
 def get_scheduler_metadata(

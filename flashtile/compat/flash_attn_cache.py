@@ -100,6 +100,18 @@ class Fresh:
         if (self.cos is None) != (self.sin is None):
             raise InvalidProblem("one of rotary_cos and rotary_sin is None; both or neither must be given.")
 
+    def goes_along(self, q: torch.Tensor, cache: Cache, moves: bool) -> bool:
+        """Whether `attention_cached` can write them itself: of as many items as q, rotated as it is, without gradients."""
+        k, v = self.k, self.v
+        if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or self.cu_seqlens is not None:
+            return False
+        if k.dtype is not q.dtype or k.dim() != 4 or k.shape[0] != q.shape[0] or self.seqlens is not None:
+            return False
+        if self.cos is not None and (k.shape[1] != q.shape[1] or not (moves or q.shape[1] == 1)):
+            return False
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, cache.k, cache.v))
+        return not learns and max(cache.k.shape[3], cache.v.shape[3]) <= MAX_HEAD_DIM
+
     def widened(self) -> Fresh:
         """Numbers of 8 bits as bfloat16, exactly: they are rotated so, and stored in 8 bits again."""
         wide = {name: getattr(self, name) for name in ("k", "v", "cos", "sin")}
@@ -129,7 +141,7 @@ class saying:  # noqa: N801
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, InvalidProblem):
-            raise renamed(error, self.names) from None
+            raise InvalidProblem(str(renamed(error, self.names)).replace("append's ", "")) from None
 
 
 @dataclass
@@ -154,10 +166,10 @@ class Descales:
 
 
 def attend(
-    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, cu_q: Maybe = None,
+    q: torch.Tensor, cache: Cache, fresh: Fresh, asked: Asked, num_splits: Any, return_lse: Any, cu_q: Maybe = None,
     descales: Descales | None = None, qv: Maybe = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) after the append. New rows of 8 bits are stored as they are, others over their descale.
+) -> Any:  # fmt: skip
+    """out, or (out, lse), after the append. New rows of 8 bits are stored as they are, others over their descale.
 
     qv: queries that are multiplied with the values, beside q with the keys: absorbed latent attention.
     """
@@ -165,13 +177,17 @@ def attend(
     descales = Descales() if descales is None else descales
     with saying({**cache.names(), "k_scale": "k_descale", "v_scale": "v_descale"}):
         stored = dict[str, Any](k_scale=descales.k, v_scale=descales.v)
-        if q.dtype in STORED:
+        wide = q.dtype in STORED
+        if wide:
             refuse("flash_attn_with_kvcache", {f"qv is given and q is {q.dtype}; give both in 16 bits": qv is not None})
             fresh = fresh.widened()
             stored = {}
         q = descales.widened(q, cache.k)
         whole = all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache.k, cache.v))
-        if fresh.k is not None or not whole:  # before anything is written; else `attention_cached` does
+        how = asked.arguments()
+        moves = bool(asked.causal) or how["window"] is not None
+        along = fresh.k is not None and whole and cu_q is None and qv is None and not wide and fresh.goes_along(q, cache, moves)
+        if (fresh.k is not None and not along) or not whole:  # before anything is written; else `attention_cached` does
             if qv is None:
                 check_pools(q, cache.k, cache.v, cu_q is not None)
             else:
@@ -179,11 +195,14 @@ def attend(
         cu = None if cu_q is None else int32("cu_seqlens_q", cu_q, q)
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
         table, seqlens = cache.pages(batch), cache.lengths(batch, q.device)
-        how = asked.arguments()
         del how["dropout"]
-        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=True, k_scale=descales.k, v_scale=descales.v)
+        how |= dict(cu_seqlens_q=cu, first_k=cache.leftpad, return_lse=bool(return_lse))
+        how |= dict(k_scale=descales.k, v_scale=descales.v)
         how["split"] = 0 if num_splits == 1 else None  # of others it is the library's, which changes no bits with the batch
-        if fresh.k is not None and fresh.v is not None:
+        if along:
+            rotary = None if fresh.cos is None else (fresh.cos, fresh.sin, fresh.interleaved)
+            how |= {"append": (fresh.k, fresh.v), "rotary": rotary}
+        elif fresh.k is not None and fresh.v is not None:
             if qv is not None or max(cache.k.shape[3], cache.v.shape[3]) > MAX_HEAD_DIM:  # nothing is written for who fails
                 asked_for = problem_of(q, cache.k, cache.v, table, seqused_k=seqlens, qv=qv, **how)
                 dispatch.plan_cached(asked_for, device_of(q.device))
@@ -194,7 +213,6 @@ def attend(
                 starts = seqlens if fresh.seqlens is None else int32("rotary_seqlens", fresh.seqlens, q, batch)
                 if fresh.seqlens is not None:
                     k = fresh.turned(k, starts, fresh_cu, True)
-                moves = bool(asked.causal) or how["window"] is not None
                 q = fresh.turned(q, starts, cu, moves)
             append_to_cache(k, fresh.v, cache.k, cache.v, table, seqused_k=seqlens, cu_seqlens=fresh_cu, rotary=turn, **stored)
             seqlens = seqlens + (k.shape[1] if fresh_cu is None else fresh_cu[1:] - fresh_cu[:-1])
@@ -234,5 +252,6 @@ def flash_attn_with_kvcache(
         raise InvalidProblem("cache_batch_idx or cache_leftpad is given beside block_table; it must be None there.")
     cache = Cache(k_cache, v_cache, block_table, "block_table", cache_seqlens, cache_batch_idx, cache_leftpad)
     fresh = Fresh(k, v, rotary_cos, rotary_sin, rotary_interleaved)
-    out, lse = attend(q, cache, fresh, Asked(softmax_scale, causal, window_size, softcap, alibi_slopes), num_splits)
-    return (out, blind_rows_positive(lse)) if return_softmax_lse else out
+    asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    made = attend(q, cache, fresh, asked, num_splits, return_softmax_lse)
+    return (made[0], blind_rows_positive(made[1])) if return_softmax_lse else made

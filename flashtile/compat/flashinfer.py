@@ -23,7 +23,7 @@ from flashtile.compat.flashinfer_pages import (
     ints,
     pools_of,
 )
-from flashtile.compat.flashinfer_states import lse_of, merge_state, merge_state_in_place, merge_states, put
+from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, takes
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.softcap import Softcap
@@ -113,24 +113,14 @@ def _check_dtype(name: str, wanted: torch.dtype | None, tensor: torch.Tensor, ca
         raise InvalidProblem(f"{called} is {tensor.dtype} and plan's {name} {wanted}; they must be equal.")
 
 
-def _answer(
-    out: torch.Tensor, lse: torch.Tensor, into: tuple[Any, Any], v_scale: Any, return_lse: bool, asked: tuple[str, str]
-) -> Any:
-    """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
-    if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
-        out = out * v_scale
-    out = put("out", into[0], out)
-    if return_lse or into[1] is not None:  # a given one is written in any case
-        lse = put("lse", into[1], lse_of(lse, *asked))
-    return (out, lse) if return_lse else out
-
-
 def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise NotSupported for scales that are tensors, and for what is not None."""
     reasons = {
-        f"{n} is a tensor; a number alone is multiplied into scores": isinstance(x, torch.Tensor) for n, x in numbers.items()
+        f"{n} is a tensor; a number alone is multiplied into scores": True
+        for n, x in numbers.items()
+        if isinstance(x, torch.Tensor)
     }
-    refuse(name, {**reasons, **{f"{n} is given; caches have q's dtype": x is not None for n, x in given.items()}})
+    refuse(name, reasons | {f"{n} is given; caches have q's dtype": True for n, x in given.items() if x is not None})
 
 
 # -- one request ----------------------------------------------------------------------------------------------------------
@@ -205,7 +195,7 @@ def _single(
     seen = None if mask is None else Stored(mask.reshape(1, 1, q.shape[0], k.shape[0]).bool())
     given = asked.arguments(q.shape[-1], scales[:2])
     out, lse = attention(q[None], k[None], v[None], mask=seen, return_lse=True, **given)
-    return _answer(out[0], lse[0], (None, None), scales[2], return_lse, ("log2", "NH"))
+    return answer(out[0], lse[0], (None, None), scales[2], return_lse, ("log2", "NH"))
 
 
 # -- batches --------------------------------------------------------------------------------------------------------------
@@ -252,8 +242,13 @@ class _Wrapper:
         self._tables = self._tables.copy_(made) if keep and self._tables is not None else made
         self._page_size = page_size
 
-    def _attend(self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any) -> Any:
-        """scales: of q, k and v; those of k and v may be tensors where the cache is of 8 bits, for all or for each head."""
+    def _attend(
+        self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any, out: Any,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        """(out, lse), None for one that nobody wants. scales: of q, k and v; those of k and v may be tensors where the cache is
+        of 8 bits, for all or for each head. out: None, or where the result goes.
+        """
         how, tables = self._planned(), self._tables
         assert tables is not None
         k, v = pools_of(paged_kv_cache, self.kv_layout)
@@ -269,12 +264,13 @@ class _Wrapper:
         numbers = scales[0], None if "k_scale" in stored else scales[1]
         stored = {name: s.flatten() if s.numel() == 1 else s for name, s in stored.items()}
         try:
-            return attention_cached(
-                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, return_lse=True,
+            made = attention_cached(
+                q, k, v, tables.table, seqused_k=tables.used, cu_seqlens_q=cu, sink=sinks, out=out, return_lse=wants_lse,
                 split=0 if self._one_pass else None, **stored, **how.arguments(q.shape[-1], numbers, window_left),
             )  # fmt: skip
         except InvalidProblem as error:
             raise renamed(error, CALLED) from None
+        return made if wants_lse else (made, None)
 
     def _plan_how(self, how: _How, q_data_type: Any, kv_data_type: Any, o_data_type: Any, disable_split_kv: bool) -> None:
         q, kv, o = _dtype("q_data_type", q_data_type), _dtype("kv_data_type", kv_data_type), _dtype("o_data_type", o_data_type)
@@ -328,10 +324,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         check_kind("q", q)
         if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
-        scales = q_scale, k_scale, v_scale
-        made, sums = self._attend(q.unflatten(0, (-1, each)), paged_kv_cache, None, window_left, scales, sinks)
-        sums = sums.transpose(0, 1).flatten(1)
-        return _answer(made.flatten(0, 1), sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
+        scales, wants_lse = (q_scale, k_scale, v_scale), return_lse or lse is not None
+        wide = q.unsqueeze(1) if each == 1 else q.unflatten(0, (-1, each))  # which takes four times as long
+        into = out.view(wide.shape) if takes(out, q, v_scale) else None
+        made, sums = self._attend(wide, paged_kv_cache, None, window_left, scales, sinks, into, wants_lse)
+        made, sums = made.flatten(0, 1) if into is None else out, None if sums is None else sums.transpose(0, 1).flatten(1)
+        return answer(made, sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -393,8 +391,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
-        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, (q_scale, k_scale, v_scale), sinks)
-        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+        wants_lse = return_lse or lse is not None
+        into, scales = out if takes(out, q, v_scale) else None, (q_scale, k_scale, v_scale)
+        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, scales, sinks, into, wants_lse)
+        return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -444,7 +444,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         _check_dtype("q_data_type", self._dtypes[0], q, "q")
         _check_dtype("kv_data_type", self._dtypes[1], k, "k")
         made, sums = attention_varlen(q, k, v, *self._starts, return_lse=True, **how.arguments(q.shape[-1], (q_scale, k_scale)))
-        return _answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
+        return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)
 

@@ -25,7 +25,7 @@ def lse_of(lse: torch.Tensor, base: str = "log2", layout: str = "NH") -> torch.T
 
 def put(name: str, into: Any, made: torch.Tensor) -> torch.Tensor:
     """A result, in the caller's tensor where there is one."""
-    if into is None:
+    if into is None or into is made:
         return made
     check_kind(name, into)
     if into.shape != made.shape or into.dtype is not made.dtype:
@@ -33,6 +33,23 @@ def put(name: str, into: Any, made: torch.Tensor) -> torch.Tensor:
             f"{name} is {into.dtype} of shape {tuple(into.shape)}; it must be {made.dtype} of shape {tuple(made.shape)}."
         )
     return into.copy_(made)
+
+
+def answer(out: torch.Tensor, lse: Any, into: tuple[Any, Any], v_scale: Any, return_lse: bool, asked: tuple[str, str]) -> Any:
+    """out, or (out, lse) as flashinfer lays it, in the tensors that are given; out: (tokens, heads, head_dim)."""
+    if v_scale is not None and not isinstance(v_scale, torch.Tensor):  # which is multiplied as values are read
+        out = out * v_scale
+    out = put("out", into[0], out)
+    if return_lse or into[1] is not None:  # a given one is written in any case
+        lse = put("lse", into[1], lse_of(lse, *asked))
+    return (out, lse) if return_lse else out
+
+
+def takes(out: Any, q: torch.Tensor, v_scale: Any) -> bool:
+    """Whether kernels may write the result there; else it is copied, or refused."""
+    if not isinstance(out, torch.Tensor) or not (v_scale is None or isinstance(v_scale, torch.Tensor)):
+        return False
+    return out.shape == q.shape and out.dtype is q.dtype and out.device == q.device and out.is_contiguous()
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
-from flashtile.integrations.transformers_cache import FEW, attend_pages, attend_whole, is_decoding, open_batching
+from flashtile.integrations.transformers_cache import FEW, attend_pages, attend_whole, is_decoding, lengths_of, open_batching
 from flashtile.integrations.transformers_shards import attend_shards, packed_starts
 from flashtile.problem.dropout import Dropout
 from flashtile.problem.mask import CAUSAL, FULL, Band
@@ -96,8 +96,8 @@ class Mask:
     """Which keys a query sees: those of a band, of its document, that are kept, among the first `used` of each item.
 
     keep: bool (batch, kv_length); documents: int32 (batch, length); used: int32 (batch,). shape is that of the boolean tensor
-    in whose place it stands. first: int32 (batch,), the first key that is kept, where all behind it are: for kernels over a
-    cache, which are told that much sooner than a mask.
+    in whose place it stands. For kernels over a cache, all int32 (batch,): first, the first key that is kept, where all behind
+    it are, which they are told much sooner than a mask; whole, kv_length, where `used` is None: made once for all layers.
     """
 
     shape: tuple[int, int, int, int]
@@ -106,6 +106,7 @@ class Mask:
     documents: torch.Tensor | None = None
     used: torch.Tensor | None = None
     first: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
     @property
     def ndim(self) -> int:
@@ -149,9 +150,22 @@ class Mask:
             mask = KeyPadding(keep) & mask
         return {"mask": mask, "seqused_k": used}
 
-    def from_first(self, device: torch.device) -> dict[str, Any]:
-        """What `attention_cached` is told in the place of `keep`, if padding lies on the left."""
-        return {} if self.first is None else {"mask": self.band, "first_k": self.first.to(device)}
+    def over_cache(self, k: torch.Tensor) -> dict[str, Any]:
+        """What `attention_cached` is told over keys (batch, kv_length, heads, head_dim), without documents."""
+        used = self.used
+        if used is None and self.shape[0] == k.shape[0] and self.shape[3] == k.shape[1]:
+            used = self.whole
+        told: dict[str, Any] = {"mask": self.band, "seqused_k": lengths_of(k) if used is None else _on(used, k)}
+        if self.first is not None:
+            told["first_k"] = _on(self.first, k)
+        elif self.keep is not None:
+            told["mask"] = KeyPadding(_on(self.keep, k)) & self.band
+        return told
+
+
+def _on(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor on the other's device, where it mostly is."""
+    return tensor if tensor.device == like.device else tensor.to(like.device)
 
 
 class _NoTensor(NotSupported, AttributeError):
@@ -177,16 +191,24 @@ def make_mask(
         )  # fmt: skip
         return _masks.sdpa_mask(**given, **{**rest, **skips})
     band, documents = known
-    keep, first = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset), None
+    keep, first, whole, length = None, None, None, q_offset + q_length
+    decodes = q_length <= FEW and q_length < kv_length and not band.unbounded
+    if not (decodes and _hides_nothing(attention_mask, length)):
+        keep = _masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if keep is not None:
-        keep, length = keep[:, kv_offset : kv_offset + kv_length], q_offset + q_length
-        decodes = q_length <= FEW and q_length < kv_length and not band.unbounded
-        if decodes and _may_ask(attention_mask, length):
-            if bool(attention_mask.all() & (attention_mask.shape[-1] >= length)):
-                keep = None
-            elif isinstance(kv_offset, int) and kv_offset == 0:
-                first = _first_kept(attention_mask, length)
-    return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail, first)
+        keep = keep[:, kv_offset : kv_offset + kv_length]
+        if decodes and isinstance(kv_offset, int) and kv_offset == 0 and _may_ask(attention_mask, length):
+            first = _first_kept(attention_mask, length)
+    if decodes and tail[0] is None and torch.device(device).type == "cuda":
+        whole = torch.full((batch_size,), kv_length, dtype=torch.int32, device=device)
+    return Mask((batch_size, 1, q_length, kv_length), band, keep, documents, *tail, first, whole)
+
+
+def _hides_nothing(padding: torch.Tensor | None, length: Any) -> bool:
+    """Whether padding keeps all of `length` tokens, if it may be asked."""
+    if padding is None or not _may_ask(padding, length):
+        return False
+    return bool(padding.all() & (padding.shape[-1] >= length))
 
 
 def _first_kept(padding: torch.Tensor, length: Any) -> torch.Tensor | None:
@@ -221,7 +243,7 @@ def _tail(
         return (None,)
     causal_from_0 = band.right == 0 and kv_offset == 0
     if isinstance(q_offset, torch.Tensor):  # a static cache says so
-        return ((q_offset + q_length).to(device, torch.int32).expand(batch),) if causal_from_0 else None
+        return ((q_offset + q_length).to(device, torch.int32).expand(batch).contiguous(),) if causal_from_0 else None
     if q_offset + q_length == kv_offset + kv_length:
         return (None,)
     if causal_from_0 and q_offset + q_length < kv_length:
@@ -317,25 +339,29 @@ def attention_forward(
     context: as `register` has it. Raises NotSupported for a name that it does not know and that is not None or False.
     """
     positions = named.get("position_ids")
-    window, cap, bias = (named.pop(name, None) for name in ("sliding_window", "softcap", "position_bias"))
-    sinks = [sink for sink in (named.pop("s_aux", None), named.pop("sinks", None)) if sink is not None]
-    packed = [named.pop(f"cu_seq_lens_{side}", None) for side in "qk"]
-    longest = [named.pop(f"max_length_{side}", None) for side in "qk"]
-    pages = {name: named.pop(name, None) for name in ("block_table", "k_cache", "v_cache")}
-    unknown = sorted(n for n, value in named.items() if n not in OTHERS and value is not None and value is not False)
-    if unknown:
-        raise NotSupported(
-            f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: [f"knows no {n}" for n in unknown]}
-        )
+    window, cap, bias = named.pop("sliding_window", None), named.pop("softcap", None), named.pop("position_bias", None)
+    sink, sinks = named.pop("s_aux", None), named.pop("sinks", None)
+    packed = named.pop("cu_seq_lens_q", None), named.pop("cu_seq_lens_k", None)
+    longest = named.pop("max_length_q", None), named.pop("max_length_k", None)
+    pages = named.pop("block_table", None), named.pop("k_cache", None), named.pop("v_cache", None)
+    if not named.keys() <= OTHERS:
+        _refuse_unknown(module, named)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     arguments: dict[str, Any] = {"scale": scaling, "options": options}
+    if sink is not None or sinks is not None:
+        arguments["sink"] = sinks if sink is None else sink
     score: list[Score] = [] if cap is None else [Softcap(cap)]
     if bias is not None:
         score.append(Bias(bias))
-    if isinstance(attention_mask, Mask):
-        alone = context is None or attention_mask.documents is None  # documents of shards are found by positions
-        arguments |= (attention_mask if alone else replace(attention_mask, documents=None)).arguments(q.device)
+    ours = isinstance(attention_mask, Mask)
+    alone = context is None and packed[0] is None and pages[0] is None
+    decodes = alone and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None)
+    if ours and decodes and bias is None:  # whose places are the cache's
+        arguments |= attention_mask.over_cache(k)
+    elif ours:
+        whole = context is None or attention_mask.documents is None  # documents of shards are found by positions
+        arguments |= (attention_mask if whole else replace(attention_mask, documents=None)).arguments(q.device)
     elif isinstance(attention_mask, torch.Tensor):
         if attention_mask.dim() != 4:
             raise InvalidProblem(
@@ -364,21 +390,21 @@ def attention_forward(
         raise NotSupported(
             f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: ["sliding_window without a mask"]}
         )
-    arguments |= {"score": tuple(score), "sink": sinks[0] if sinks else None, "dropout": Dropout(dropout) if dropout else None}
-    ours = isinstance(attention_mask, Mask)
+    if score:
+        arguments["score"] = tuple(score)
+    if decodes:
+        return attend_whole(q, k, v, arguments), None
+    if dropout:
+        arguments["dropout"] = Dropout(dropout)
     if context is not None:
-        beside = {"cu_seq_lens_q": packed[0], "block_table": pages["block_table"], "position_bias": bias}
+        beside = {"cu_seq_lens_q": packed[0], "block_table": pages[0], "position_bias": bias}
         beside["attention_mask"] = None if ours else attention_mask
         beside["a static cache"] = arguments.pop("seqused_k", None)
         if positions is None and ours:
             beside["packed sequences without position_ids"] = attention_mask.documents
         return attend_shards(q, k, v, positions, context, arguments, beside), None
-    if pages["block_table"] is not None:
+    if pages[0] is not None:
         return attend_pages(q, k, v, pages, packed[1], arguments), None
-    if packed[0] is None and is_decoding(q, dropout, options) and (not ours or attention_mask.documents is None):
-        if ours and bias is None:  # whose places are the cache's
-            arguments |= attention_mask.from_first(q.device)
-        return attend_whole(q, k, v, arguments), None
     if attention_mask is None and causal and packed[0] is None and bias is None:
         at = packed_starts(positions, q, k)
         if at is not None:
@@ -395,6 +421,14 @@ def attention_forward(
         return attention(q, k, v, **arguments), None
     out = attention_varlen(q[0], k[0], v[0], *starts, max_seqlen_q=longest[0], max_seqlen_k=longest[1], **arguments)
     return out[None], None
+
+
+def _refuse_unknown(module: torch.nn.Module, named: dict[str, Any]) -> None:
+    unknown = sorted(n for n, value in named.items() if n not in OTHERS and value is not None and value is not False)
+    if unknown:
+        raise NotSupported(
+            f"attn_implementation={NAME!r} of {type(module).__name__}", {NAME: [f"knows no {n}" for n in unknown]}
+        )
 
 
 def _documents(starts: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -30,16 +30,20 @@ def is_decoding(q: torch.Tensor, dropout: float, options: Options | None) -> boo
 
 def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
     """`attention` with these arguments, over keys (batch, seqlen_k, heads, head_dim) as a contiguous cache."""
-    rest = {name: value for name, value in arguments.items() if name not in ("seqused_k", "dropout")}
-    used = arguments.get("seqused_k")
-    if used is None:
-        used = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=q.device)
-    return attention_cached(q, k, v, seqused_k=used, **rest)
+    if arguments.get("seqused_k") is None:
+        arguments["seqused_k"] = lengths_of(k)
+    return attention_cached(q, k, v, **arguments)
+
+
+def lengths_of(k: torch.Tensor) -> torch.Tensor:
+    """All keys of each item, int32 (batch,)."""
+    return torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
 
 
 def attend_pages(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: dict[str, Any], cu_k: torch.Tensor, arguments: dict[str, Any]
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cu_k: torch.Tensor, arguments: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
     """out (1, requests, heads, head_dim_v) of one query a request, whose k and v are written into their pages first.
 
     pages: block_table, k_cache and v_cache, (pages, page_size, heads, head_dim). cu_k: starts of the requests' keys, these
@@ -47,11 +51,9 @@ def attend_pages(
     """
     after = (cu_k[1:] - cu_k[:-1])[: q.shape[1]].int()
     rest = {name: value for name, value in arguments.items() if name != "dropout"}
-    table = pages["block_table"][: q.shape[1]]
-    out = attention_cached(
-        q[0, :, None], pages["k_cache"], pages["v_cache"], table, seqused_k=after - 1, append=(k[0, :, None], v[0, :, None]),
-        **rest,
-    )  # fmt: skip
+    table, k_cache, v_cache = pages
+    new = k[0, :, None], v[0, :, None]
+    out = attention_cached(q[0, :, None], k_cache, v_cache, table[: q.shape[1]], seqused_k=after - 1, append=new, **rest)
     return out[:, 0][None]
 
 

@@ -162,7 +162,8 @@ class FlashtileImpl(vllm.AttentionImpl):
         this batch's keys already, in fp8 over layer._k_scale and layer._v_scale. attn_metadata: None where vLLM measures its
         memory; output is 0 then.
         """
-        _refuse({"a quantised output": output_scale is not None or output_block_scale is not None})
+        if output_scale is not None or output_block_scale is not None:
+            _refuse({"a quantised output": True})
         if attn_metadata is None:
             return output.fill_(0)
         if self.slopes is not None:
@@ -175,20 +176,26 @@ class FlashtileImpl(vllm.AttentionImpl):
             used = slice(attn_metadata.tokens)
             most = dict(max_seqlen_q=attn_metadata.max_query_len, max_seqlen_k=attn_metadata.max_query_len)
             out = attention_varlen(query[used], key[used], value[used], attn_metadata.query_start_loc, **most, **how)
+            output[: out.shape[0]].view(out.shape).copy_(out)
         else:
             how |= self._scales(layer)
-            out = self._cached(query[: attn_metadata.tokens], kv_cache, attn_metadata, how)
-        output[: len(out)].view(out.shape).copy_(out)
+            self._cached(_first(query, attn_metadata.tokens), kv_cache, attn_metadata, output, how)
         return output
 
-    def _cached(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, how: dict[str, Any]) -> torch.Tensor:
-        """out of as many tokens as count, or of as many as decode."""
+    def _cached(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, output: torch.Tensor, how: dict[str, Any]
+    ) -> None:
+        """Fill output for as many tokens as count, or for as many as decode."""
         table, lengths, starts = batch.block_table, batch.seq_lens, batch.query_start_loc
         if batch.max_query_len != 1:
-            return attention_cached(query, *self._pools(kv_cache), table, seqused_k=lengths, cu_seqlens_q=starts, **how)
-        items = min(len(query), len(lengths))  # token i is item i's; those that pad a graph have no keys, or no token
-        q = query[:items, None]
-        return attention_cached(q, *self._pools(kv_cache), table[:items], seqused_k=lengths[:items], **how)[:, 0]
+            out, pools = _first(output, query.shape[0]).view(query.shape), self._pools(kv_cache)
+            attention_cached(query, *pools, table, seqused_k=lengths, cu_seqlens_q=starts, out=out, **how)
+            return
+        items = min(query.shape[0], lengths.shape[0])  # token i is item i's; those that pad a graph have no keys, or no token
+        q, table, lengths = (_first(t, items) for t in (query, table, lengths))
+        q = q.unsqueeze(1)
+        out = _first(output, items).view(q.shape)
+        attention_cached(q, *self._pools(kv_cache), table, seqused_k=lengths, out=out, **how)
 
     def _pools(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v), (blocks, block_size, num_kv_heads, head_size) each, as views."""
@@ -199,7 +206,7 @@ class FlashtileImpl(vllm.AttentionImpl):
             )
         if self.kv_cache_dtype in FP8:  # which vLLM has as bytes
             kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
-        k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
+        k, v = kv_cache.transpose(1, 2).chunk(2, -1)
         return k, v
 
     def _scales(self, layer: Any) -> dict[str, Any]:
@@ -207,6 +214,11 @@ class FlashtileImpl(vllm.AttentionImpl):
         if self.kv_cache_dtype not in FP8:
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+
+def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """So many first rows: itself where it has no others, for a view takes as long as half of a launch."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def _refuse(reasons: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import flashtile
 from flashtile.torch.cache import append as appends
+from flashtile.torch.cache.attention import problem_of
 from flashtile.torch.cache.known import Known
 from tests.cached.draw import draw
 from tests.cached.test_cached import BAD, batch_of
@@ -134,6 +135,9 @@ NEGATED = "is a negated view; it must be a tensor of its own"
 WORSE: list[tuple[dict[str, Any], str]] = [
     *BAD,
     *(({name: torch._neg_view(GOOD[name])}, f"{name} {NEGATED}") for name in ("q", "k_cache", "v_cache")),
+    ({"out": 0}, "out is a int; it must be a torch.Tensor"),
+    ({"out": GOOD["q"][:, :1]}, "shape (3, 1, 4, 16) on cpu; it must be torch.bfloat16 of shape (3, 2, 4, 16) on cpu"),
+    ({"out": GOOD["q"].half()}, "out is torch.float16 of shape (3, 2, 4, 16) on cpu; it must be torch.bfloat16"),
 ]
 
 
@@ -146,6 +150,31 @@ def test_bad_input_is_named_beside_a_known_call(known: list[Any], change: dict[s
         with pytest.raises(flashtile.InvalidProblem) as error:
             both({**GOOD, **change})
         assert says in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("change", ["a band", "packed", "alibi", "a prefix"])
+def test_results_are_written_where_the_caller_wants_them(known: list[Any], change: str, backend: str) -> None:
+    """The first time and then, side by side or not, in the queries' own place, and where a mode looks; not with gradients."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
+    call = {**GOOD, **CHANGES[change], "options": flashtile.Options(backend=backend)}
+    want, _ = both(call)
+    apart, queries = torch.empty(*want.shape, 2, dtype=want.dtype)[..., 0], torch.empty_like(call["q"])
+    for place in (torch.empty_like(want), apart, queries):
+        for _ in range(2):
+            own = {"q": place.copy_(call["q"])} if place is queries else {}
+            version = place._version
+            assert both({**call, **own, "out": place})[0] is place
+            assert torch.equal(place, want)
+            assert place._version > version
+    rows = call["q"].clone().requires_grad_()
+    with pytest.raises(flashtile.NotSupported, match="out is given, and gradients are wanted"):
+        both({**call, "q": rows, "out": torch.empty_like(want)})
+    with Seen():
+        assert torch.equal(both({**call, "out": apart.fill_(torch.nan)})[0], want)
+    explained = {name: value for name, value in call.items() if name not in ("shared_prefix", "return_lse")}
+    assert problem_of(**explained, out=apart) == problem_of(**explained)
 
 
 def test_a_known_call_whose_numbers_are_bad_says_so(known: list[Any]) -> None:

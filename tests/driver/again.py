@@ -20,6 +20,8 @@ from tests.driver.card import pretend
 
 import flashtile
 from flashtile import append_to_cache, attention, attention_cached
+from flashtile.integrations.transformers import Mask, attention_forward
+from flashtile.problem.mask import CAUSAL
 from flashtile.torch.cache import operator
 from flashtile.torch.cache.known import Known
 from flashtile.torch.execute.bound import Bound
@@ -43,6 +45,8 @@ def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
     eight, scale, sink = [t.to(torch.float8_e4m3fn) for t in pages], torch.ones(KV), torch.zeros(HEADS)
     latent, wide = normal(8, PAGE, 1, 192), normal(BATCH, 1, HEADS, 192)
     (front, behind), (values, rest) = ([x.contiguous() for x in t.split((128, 64), -1)] for t in (wide, latent))
+    made, layer, heads_first = torch.empty_like(packed), torch.nn.Module(), [t.transpose(1, 2) for t in (q, k, v)]
+    step = Mask((BATCH, 1, 1, ROWS), CAUSAL, used=used)
     cached: dict[str, Call] = {
         "contiguous": lambda: attention_cached(q, k, v, seqused_k=used, causal=True),
         "pages": lambda: attention_cached(q, *pages, table, seqused_k=used, causal=True, return_lse=True),
@@ -54,6 +58,8 @@ def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
         "latent": lambda: attention_cached(wide, latent, latent[..., :128], table, seqused_k=used),
         "latent in two": lambda: attention_cached(behind, rest, values, table, seqused_k=used, qv=front),
         "append": lambda: attention_cached(q, *pages, table, seqused_k=used, append=new, causal=True),
+        "out": lambda: attention_cached(packed, *pages, table, seqused_k=used, cu_seqlens_q=starts, causal=True, out=made),
+        "transformers": lambda: attention_forward(layer, *heads_first, step, scaling=0.1, use_cache=True)[0],
     }  # fmt: skip
     slots = torch.tensor([[7], [300]])
     appends: dict[str, Call] = {
@@ -73,11 +79,12 @@ def launched(call: Call) -> list[dict[str, int]]:
         ran.append({name: tensors[name].data_ptr() for name in self.inputs})
         return run(self, tensors)
 
-    def by_place(self: Replay, inputs: Any, addresses: Any, whole: bool = True) -> list[Any]:
+    def by_place(self: Replay, inputs: Any, addresses: Any, whole: bool = True, into: Any = None) -> list[Any]:
         names = [name for name in self.names if name not in self.made]
         assert [t.data_ptr() for t in inputs] == list(addresses)
         ran.append(dict(zip(names, addresses, strict=True)))
-        made = direct(self, inputs, addresses, whole)
+        made = direct(self, inputs, addresses, whole, into)
+        assert into is None or made[0] is into[1]
         if None in made:  # a spare output, which lies behind all else in the scratch
             places, met = list(self.known.items())[-1]
             ((name, offset),) = self.spare.items()

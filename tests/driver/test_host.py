@@ -22,6 +22,8 @@ def test_calls_over_a_cache_that_are_known_launch_at_once(tmp_path: Path) -> Non
     assert plans == {  # of three calls those that were known, their plans' inputs, and for how many lse lay in the scratch
         "contiguous": (2, [4], 0), "pages": (2, [5], 0), "first_k, sinks, a window": (2, [7], 2), "packed": (2, [6], 0),
         "8 bits": (2, [7], 2), "latent": (2, [4], 0), "latent in two": (2, [5], 0), "append": (2, [6, 5], 0),
+        "out": (3, [6], 0),  # the layout of "packed"
+        "transformers": (2, [4], 0),
         "append by lengths": (0, [6], 0),
         "append by slots": (0, [5], 0), "append of 8 bits": (0, [8], 0),
     }  # fmt: skip

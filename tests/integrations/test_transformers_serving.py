@@ -17,6 +17,7 @@ import transformers as hf
 from flashtile import InvalidProblem
 from flashtile.integrations import transformers as ours
 from flashtile.integrations import transformers_cache
+from flashtile.problem.mask import Band
 from tests.integrations.test_transformers import OPTIONS, build, models
 
 INITIALIZATION = f"{transformers_cache.BATCHING}.initialization"
@@ -109,12 +110,17 @@ def test_padding_on_the_left_of_a_decoding_step_says_where_keys_begin() -> None:
                 assert made.first.tolist() == [2, 0, 6]
                 assert made.first.dtype == torch.int32
                 assert made.keep.shape == (3, length)
-                assert set(made.from_first(padding.device)) == {"mask", "first_k"}
+                keys = torch.zeros(3, length, 1, 1)
+                told = made.over_cache(keys)
+                assert set(told) == {"mask", "seqused_k", "first_k"}
+                assert told["seqused_k"].tolist() == [7] * 3
             for padding in (holes, right, empty, left[:, :6]):
                 made = ours.make_mask(3, 1, length, offset, 0, causal, padding)
                 assert made.first is None
                 assert made.keep is not None
-                assert not made.from_first(padding.device)
+                told = made.over_cache(keys)
+                assert set(told) == {"mask", "seqused_k"}
+                assert not isinstance(told["mask"], Band)
         assert ours.make_mask(3, 1, 5, 6, 2, causal, left).first is None
         assert ours.make_mask(3, 7, 7, 0, 0, causal, left).first is None
     assert ours.make_mask(3, 1, 7, 6, 0, causal, left).first is None
@@ -133,6 +139,25 @@ def test_padded_prompts_of_unlike_lengths_are_decoded_as_by_eager(calls: Calls, 
         assert torch.equal(eager, mine)
     assert len(calls) == 2 * 2 * (NEW - 1)
     assert all(("first_k" in named) == (side == "left") for named in calls.named)
+
+
+def test_lengths_of_a_decoding_step_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels read them: a layer that must copy or make them launches once more."""
+    from transformers import masking_utils as theirs
+
+    causal, keys = theirs.causal_mask_function, torch.zeros(3, 16, 1, 1)
+    static = ours.make_mask(3, 1, 16, torch.tensor(6), 0, causal, None)
+    assert static.over_cache(keys)["seqused_k"] is static.used
+    assert static.used.is_contiguous()
+    assert static.used.tolist() == [7] * 3
+    assert ours.make_mask(3, 1, 16, 15, 0, causal, None).whole is None  # of a CPU, which does not read it
+    monkeypatch.setattr(torch, "full", lambda *given, device, _full=torch.full, **named: _full(*given, **named))
+    dynamic = ours.make_mask(3, 1, 16, 15, 0, causal, None, device=torch.device("cuda"))
+    assert dynamic.over_cache(keys)["seqused_k"] is dynamic.whole
+    assert dynamic.whole.tolist() == [16] * 3
+    assert dynamic.is_band
+    assert dynamic.over_cache(keys[:, :9])["seqused_k"].tolist() == [9] * 3  # other keys than it was made for
+    assert dynamic.over_cache(keys[:2])["seqused_k"].tolist() == [16] * 2
 
 
 def test_a_gpu_decodes_from_caches_and_a_cpu_does_not(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for
 from flashtile.torch.cache.tensors import (
     CALLED,
     check_lengths,
+    check_out,
     check_pools,
     check_table,
     int32,
@@ -37,7 +38,7 @@ from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
     "q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "first_k", "append", "rotary", "causal", "window",
-    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "qv", "return_lse", "options",
+    "mask", "score", "scale", "sink", "k_scale", "v_scale", "split", "shared_prefix", "qv", "out", "return_lse", "options",
 )  # fmt: skip
 
 NAMES = frozenset(ARGUMENTS)
@@ -81,6 +82,8 @@ def attention_cached(
         together, so that they are read once and not once an item, and the parts are merged. Every query stands behind them.
         An item's bits do not depend on its batch. Not with predicates, first_k, windows that end on the left, nor modifiers
         but Softcap. Gradients go the ordinary way.
+    out, with the others in `changes`: a tensor of the result's shape and q's dtype, apart from all others, that the result is
+        written to; where it lies side by side, by the kernels themselves once a call of its kind has run. Not with gradients.
     return_lse: also the natural log of each row's softmax denominator, float32 (batch, heads_q, seqlen_q), or
         (heads_q, total_q).
 
@@ -91,7 +94,7 @@ def attention_cached(
     Differentiable in q, the appended k and v, sink and what modifiers capture: where one of them requires a gradient, keys are
     gathered, (batch, columns * page_size) of them, and `attention` runs. The cache has no gradient: NotSupported.
     """
-    packed, qv = cu_seqlens_q is not None, changes.pop("qv", None)
+    packed, qv, into = cu_seqlens_q is not None, changes.pop("qv", None), changes.pop("out", None)
     if qv is not None:
         _check_latents(q, qv, k_cache, v_cache, packed, append, changes)
         q = torch.cat([qv, q], -1)
@@ -100,9 +103,12 @@ def attention_cached(
         given, append, (rotary is not None, qv is not None), (causal, return_lse, split, options, window, mask), changes
     )
     if seen is not None and seen.known is not None:
-        made = seen.known.run(seen, append, rotary, None if options is None else options.backend, return_lse)
-        return made if return_lse else made[0]
+        check_out(into, q, v_cache)
+        out, lse = seen.known.run(seen, append, rotary, None if options is None else options.backend, return_lse, into)
+        out = out if into is None or out is into else into.copy_(out)
+        return (out, lse) if return_lse else out
     check_pools(q, k_cache, v_cache, packed)
+    check_out(into, q, v_cache)
     pair = None if append is None else check_pair(append, k_cache, v_cache, packed)
     if append is None and rotary is not None:
         raise InvalidProblem("rotary is given without append; rotate q by flashtile.ops.rotary.")
@@ -114,6 +120,9 @@ def attention_cached(
     added = 0 if append is None else counts
     prefix = check_prefix(changes.get("shared_prefix", 0), pages, used + added, counts, scales, asked)
     _refuse((q, k_cache, v_cache), scales, pair, captured)
+    if into is not None and (_wants_gradients(q, pair, captured) or (torch.is_grad_enabled() and into.requires_grad)):
+        reason = "out is given, and gradients are wanted; leave it out, or call it under torch.no_grad()"
+        raise NotSupported("attention_cached", {"flashtile": [reason]})
     new = bound = None
     if pair is not None:
         if pair[0].dtype != q.dtype:
@@ -147,6 +156,7 @@ def attention_cached(
             scalars = [number for modifier in asked["score"] for number in modifier.scalars()]
             numbers = (causal, return_lse, split, asked["scale"], *(() if window is None else window), *scalars)
             remember(seen, numbers, layout_of(*three, scales, page_table, first, *rest)[0], bound)
+    out = out if into is None else into.copy_(out)
     return (out, lse) if return_lse else out
 
 
@@ -157,6 +167,7 @@ def problem_of(
 ) -> CachedProblem:  # fmt: skip
     """The problem of such a call, as `explain` has it: nothing is computed, and no number in a tensor is looked at."""
     packed, qv = cu_seqlens_q is not None, asked.pop("qv", None)
+    asked.pop("out", None)
     if qv is None:
         check_pools(q, k_cache, v_cache, packed)
     else:

@@ -83,7 +83,7 @@ def recognize(
         return None
     q, k_cache, v_cache, _, _, cu, _ = given = tensors
     causal, return_lse, split, options, window, mask = asked
-    scales, others = NO_SCALES, ()
+    scales, others, score = NO_SCALES, (), changes.get("score", ())
     try:
         shared = k_cache.data_ptr() == v_cache.data_ptr()
         key: list[Any] = [shared, *more, causal, type(causal), return_lse, type(return_lse), split, type(split), options]
@@ -91,12 +91,14 @@ def recognize(
             key.append(exactly(window))
         if changes or mask is not None:
             prefix = changes.get("shared_prefix", 0)
-            if not changes.keys() <= CHANGES or type(prefix) is not int or prefix:
+            if not CHANGES.issuperset(changes) or type(prefix) is not int or prefix:
                 return None
             batch, heads = (q.shape[0], q.shape[2]) if cu is None else (cu.shape[0] - 1, q.shape[1])
-            scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
+            if "k_scale" in changes or "v_scale" in changes:
+                scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
             scale, sink = changes.get("scale"), changes.get("sink")
-            others, score = capture(modifiers(changes.get("score", ())), batch, heads)
+            if type(score) is not tuple or score:
+                others, score = capture(modifiers(score), batch, heads)
             others += () if sink is None else (sink,)
             if isinstance(mask, Joined):
                 if mask.spec is not None:  # its lists of blocks are for one length
@@ -127,8 +129,10 @@ class Known(NamedTuple):
     layout: Layout
     bound: Bound | None
 
-    def run(self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool) -> tuple[Any, Any]:
-        """(out, lse), which unless `whole` may be None."""
+    def run(
+        self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool, into: Maybe = None
+    ) -> tuple[Any, Any]:
+        """(out, lse), which unless `whole` may be None; out is `into`, if the kernels have written there."""
         layout, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.tensors
         used = taken("seqused_k", used, q)
         cu = None if cu is None else taken("cu_seqlens_q", cu, q)
@@ -146,7 +150,12 @@ class Known(NamedTuple):
             used = lengthened(used, k, cu) if after is None else after
         lengths = (used,) if cu is None else (cu, cu, used)
         tensors = tensors_of(q, (k_cache, v_cache), call.scales, page_table, first, (*call.others, *lengths))
-        return layout.attend(layout.inputs(tensors), first, page_table, whole)
+        if into is None or type(into) not in PLAIN or into.is_neg() or into.data_ptr() == q.data_ptr():
+            return layout.attend(layout.inputs(tensors), first, page_table, whole)
+        out, lse = layout.attend(layout.inputs(tensors), first, page_table, whole, into)
+        if out is into:
+            torch.autograd.graph.increment_version(into)  # for launches tell autograd nothing
+        return out, lse
 
 
 def write_again(

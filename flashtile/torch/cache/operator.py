@@ -304,9 +304,11 @@ class Layout:
         """The plan's, of all the call's."""
         return [tensors[i] for i in self._order]
 
-    def attend(self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe, whole: bool = True) -> tuple[Any, Any]:
-        """(out, lse) as callers have them, unless `whole` lse may be None; InvalidProblem, on the CPU, for lengths and pages
-        without meaning.
+    def attend(
+        self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe, whole: bool = True, into: Maybe = None
+    ) -> tuple[Any, Any]:
+        """(out, lse) as callers have them, unless `whole` lse may be None, and out `into` where that can be; InvalidProblem, on
+        the CPU, for lengths and pages without meaning.
         """
         if self.looks:
             by_name = dict(zip(self.names, inputs, strict=True))
@@ -321,7 +323,10 @@ class Layout:
             made = self._bound.run(tensors)
             out, lse = made["out"], made["lse"].contiguous()
         else:
-            out, lse = replay.direct(inputs, addresses_of(inputs), whole)  # in the order of `cached_buffers`, and as these lie
+            there = None if into is None else ("out", into[None] if self.packed else into)
+            out, lse = replay.direct(inputs, addresses_of(inputs), whole, there)  # in the order and layout of `cached_buffers`
+            if there is not None and out is there[1]:
+                return into, lse[0] if self.packed and lse is not None else lse
         if self.packed:
             out, lse = out[0], lse if lse is None else lse[0]
         if self._lies is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,7 +78,9 @@ class PagedCache:
             k_scale=self.k_scale, v_scale=self.v_scale, backend=backend,
         )  # fmt: skip
         added = k.shape[1] if cu_seqlens is None else (cu_seqlens[1:] - cu_seqlens[:-1]).to(self.seqused.dtype)
-        return replace(self, seqused=self.seqused + added)
+        made = object.__new__(type(self))  # `replace` would look at all tensors again, which takes as long as the append
+        made.__dict__.update(self.__dict__, seqused=self.seqused + added)
+        return made
 
     def attention(self, q: torch.Tensor, **arguments: Any) -> Any:
         """`attention_cached` of q over it; arguments: those that say nothing of the cache. append=(k, v) leaves `seqused`."""

@@ -64,6 +64,20 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
     return Pages(count, size, page_table.shape[1], True, first)
 
 
+def check_out(out: Any, q: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raise InvalidProblem for what cannot take the result of a call, and is not None."""
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor):
+        raise InvalidProblem(f"out is a {type(out).__name__}; it must be a torch.Tensor.")
+    shape = (*q.shape[:-1], *v_cache.shape[-1:])
+    if out.shape != shape or out.dtype is not q.dtype or out.device != q.device:
+        raise InvalidProblem(
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on "
+            f"{q.device}."
+        )
+
+
 def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
     """Raise NotSupported within torch.func's grad, vmap and the like, and for tangents."""
     if transforms():

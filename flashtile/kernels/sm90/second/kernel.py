@@ -227,12 +227,15 @@ def step_keys(dk, dv, sum_desc, step, head, start, scene, W: gl.constexpr, MOVES
         tdout = memory.dout.index(T.stages + place).reshape([BLOCK_Q, COLUMNS_V])
         tdp = times(v, tdout, tdp, True)
     masked = (start < at.full_lo) | (start >= at.full_hi)
-    raw, slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[raw, slope])
+    raw = warpgroup_mma_wait(5 if MOVES else 4, deps=[raw])
     if T.mask.any:
         if masked:
             raw = hide(raw, float("-inf"), start, first_key, sizes, band, T)
-            slope = slope * across(memory, place, 4, T)  # elsewhere no query sees one key alone
     p = gl.exp2(raw * (scale * LOG2E) - across(memory, place, 0, T))
+    slope = warpgroup_mma_wait(3 if MOVES else 2, deps=[slope])
+    if T.mask.any:
+        if masked:
+            slope = slope * across(memory, place, 4, T)  # elsewhere no query sees one key alone
     bend = slope * scale - across(memory, place, 1, T)
     weights = pack(p * bend, dtype)
     dv = warpgroup_mma(gl.convert_layout(weights, operand_layout(COLUMNS_V)), dout, dv, is_async=True)
@@ -246,19 +249,19 @@ def step_keys(dk, dv, sum_desc, step, head, start, scene, W: gl.constexpr, MOVES
     stored.store(ds)
     tangents.store(tds)
     fence_async_shared()  # the next queries' rows overwrite what was read, too
-    dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
     if T.turned:
         WIDE: gl.constexpr = COLUMNS // 2
         low = columns_share(k.slice(0, WIDE, 1), tk.slice(0, WIDE, 1), stored, tangents)
         high = columns_share(k.slice(WIDE, WIDE, 1), tk.slice(WIDE, WIDE, 1), stored, tangents)
-        dk, dv = warpgroup_mma_wait(4, deps=[dk, dv])
-        memory.queries.release(step)
-        low, high = warpgroup_mma_wait(0, deps=[low, high])
+        dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
+        low, high = warpgroup_mma_wait(2, deps=[low, high])  # the share is written while dk's products are under way
         store_wait(0)  # the share of the step before
         memory.shares.index(2 * own).reshape([WIDE * BLOCK_Q]).store(flatten(low))
         memory.shares.index(2 * own + 1).reshape([WIDE * BLOCK_Q]).store(flatten(high))
     else:
+        dk = warpgroup_mma(gl.convert_layout(tds, operand_layout(COLUMNS)), q, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout(COLUMNS)), tq, dk, is_async=True)
         none = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, matrix_layout(COLUMNS))  # pyright: ignore[reportCallIssue]
         dq = warpgroup_mma(tangents.permute((1, 0)), k, none, use_acc=False, is_async=True)
         dq = warpgroup_mma(stored.permute((1, 0)), tk, dq, is_async=True)
@@ -273,6 +276,9 @@ def step_keys(dk, dv, sum_desc, step, head, start, scene, W: gl.constexpr, MOVES
     part = ((at.batch * sizes.heads + head).to(gl.int64) * padded_rows(sizes.q) + start) // BLOCK_Q * PARTS
     for i in gl.static_range(PARTS):
         tma_add(sum_desc, [0, 0, ((part + i) * ROWS).to(gl.int32), 0], memory.shares.index(PARTS * own + i))
+    if T.turned:
+        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+        memory.queries.release(step)
     return dk, dv
 
 
