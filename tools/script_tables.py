@@ -48,6 +48,8 @@ FILES = {  # file -> what its rows are
     "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
     "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
     "the old way, `ABREAST=1`.",
+    "cached-hopper-short-h200": "Changes for short cells, and without those named; `ahead=0` is kept (lab, decoding 25).",
+    "decode-profile-h200": "Replays with one thing changed, and counters by Nsight Compute, on cold caches (lab, decoding 31).",
     "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, "
     "which has newer rows of most: `benchmarks/cached.py`. SDPA is "
     "given a mask where items differ or queries are several, and of a window its keys alone.",

@@ -454,10 +454,24 @@ def of_first_lane(x):
     )
 
 
+@gluon.jit
+def lane():
+    """The lane's number within its warp: an int32 that differs from lane to lane, where others are the same."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def of_lane(x, number):
+    """A lane's int32, for all of its warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
-    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
+    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "mbarrier", "named_arrive", "named_wait", "of_any",
+    "of_first_lane", "of_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
     "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
     "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

@@ -78,6 +78,31 @@ def test_places_for_parts_that_are_not_there_change_no_bit(
     monkeypatch.setattr(decoding, "FEW_PARTS", 16)
     assert torch.equal(run(), few)
     assert planned == [(places, 1), (16, 1)]
+    assert [decoding.loaded_of(count, 1) for count in (2, 3, 5, 40)] == [(1, 2), (1, 4), (1, 8), (1, 8)]
+    flashtile.cache_clear()
+
+
+@pytest.mark.parametrize("window", [(700, 0), (600, 100), (2, 0)])
+def test_the_places_of_a_windows_parts_change_no_bit(window: Any, device: torch.device, monkeypatch: Any) -> None:
+    """They begin at the window's first part, whether parts that are added up first end among them (2,348 keys) or not."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(3, 3000, 1, 16, generator=generator).half().to(device) for _ in "kv")
+    q = torch.randn(3, 2, 16, 16, generator=generator).half().to(device)
+    how: dict[str, Any] = dict(window=window, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
+    how["seqused_k"] = torch.tensor([2348, 1400, 0], device=device)
+    real, planned = decoding.near_of, list[int]()
+    monkeypatch.setattr(decoding, "near_of", lambda *given: planned.append(real(*given)) or planned[-1])
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        flashtile.cache_clear()
+        return flashtile.attention_cached(q, k, v, **how)
+
+    few = run()
+    monkeypatch.setattr(decoding, "near_of", lambda *given: 0)
+    assert all(torch.equal(a, b) for a, b in zip(few, run(), strict=True))
+    assert len(planned) == 1
+    assert planned[0] > 0
     flashtile.cache_clear()
 
 

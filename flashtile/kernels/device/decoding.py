@@ -36,7 +36,8 @@ class Packing:
     stored, k_scale, v_scale: as `problem.cache.Stored` has them, "" for a cache of the queries' dtype. native:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
     fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns,
-    where they lie apart in a pool of their own. abreast: sums that a program of the sum forms side by side.
+    where they lie apart in a pool of their own. abreast: sums that a program of the sum forms side by side. near: parts that a
+    tile of queries sees a key of at most, where a window leaves no more than are added up first; else 0.
     """
 
     heads: int
@@ -55,6 +56,7 @@ class Packing:
     rest: int = 0
     rest_columns: int = 0
     abreast: int = 1
+    near: int = 0
 
 
 class Seat(NamedTuple):
@@ -139,14 +141,16 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
                    T: tl.constexpr):  # fmt: skip
     """The sum of an item's parts: of PARTS of them in order, and of these sums in order.
 
-    SUMS of these are formed one after another, PACK.abreast of them by other threads of a program. Parts without a key in
-    the band were never written, nor are read. Grid (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top,
-    total) as `decode_forward` has them; strides of out, sink.
+    SUMS of these are formed one after another, PACK.abreast of them by other threads of a program; where PACK.near the parts
+    of a window, of which a border may be among them. Parts without a key in the band were never written, nor are read. Grid
+    (tiles, heads_kv * CHUNKS, columns_v / COLUMNS). part_ptrs = (acc, top, total) as `decode_forward` has them; strides of
+    out, sink.
     """
     HEADS: tl.constexpr = PACK.heads
     CHUNKS: tl.constexpr = PACK.chunks
     SPLIT: tl.constexpr = PACK.split
     ABREAST: tl.constexpr = PACK.abreast
+    NEAR: tl.constexpr = PACK.near
     ROWS: tl.constexpr = T.block_q
     TOKENS: tl.constexpr = ROWS // HEADS
     heads = tl.num_programs(1) // CHUNKS * group
@@ -164,28 +168,47 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     rows = empty_rows(ROWS, COLUMNS, T)
     if PACK.early:
         await_stream()
-    for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS * ABREAST):
-        some = empty_rows(ROWS * ABREAST, COLUMNS, T)
-        for i in tl.static_range(PARTS * SUMS):  # whose loads are all under way
-            if i > 0 and i % PARTS == 0:
+    place = token * heads + a_head
+    rows_of_part = tokens_of(lengths[0], seqlen_q, batch) * heads
+    if NEAR > 0:
+        begin = lo // SPLIT
+        border = (begin // PARTS + 1) * PARTS  # before which parts are added up by themselves
+        behind = empty_rows(ROWS, COLUMNS, T)
+        for i in tl.static_range(NEAR):
+            there = (begin + i < tl.cdiv(hi, SPLIT)) & counts
+            some = load_part(part_ptrs, (begin + i).to(tl.int64) * rows_of_part + place, value, there, T)
+            before = begin + i < border
+            rows = joined(rows, Rows(some.acc, tl.where(before, some.top, float("-inf")), some.total), T)
+            behind = joined(behind, Rows(some.acc, tl.where(before, float("-inf"), some.top), some.total), T)
+        rows = joined(rows, behind, T)
+    else:
+        for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS * ABREAST):
+            some = empty_rows(ROWS * ABREAST, COLUMNS, T)
+            for i in tl.static_range(PARTS * SUMS):  # whose loads are all under way
+                if i > 0 and i % PARTS == 0:
+                    rows = joined(rows, some, T)
+                    some = empty_rows(ROWS, COLUMNS, T)
+                part = start + abreast * PARTS + i
+                there = (part >= lo // SPLIT) & (part * SPLIT < hi) & counts
+                some = joined(some, load_part(part_ptrs, part.to(tl.int64) * rows_of_part + place, value, there, T), T)
+            if ABREAST == 1:
                 rows = joined(rows, some, T)
-                some = empty_rows(ROWS, COLUMNS, T)
-            part = start + abreast * PARTS + i
-            there = (part >= lo // SPLIT) & (part * SPLIT < hi) & counts
-            place = (part.to(tl.int64) * tokens_of(lengths[0], seqlen_q, batch) + token) * heads + a_head
-            top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
-            total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
-            acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
-                          mask=there[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
-            some = joined(some, Rows(acc, top, total), T)
-        if ABREAST == 1:
-            rows = joined(rows, some, T)
-        else:
-            for which in tl.static_range(ABREAST):
-                rows = joined(rows, one_of(some, which, ABREAST, ROWS, COLUMNS), T)
+            else:
+                for which in tl.static_range(ABREAST):
+                    rows = joined(rows, one_of(some, which, ABREAST, ROWS, COLUMNS), T)
     rows = scored(rows, T)
     write(rows, (out_ptrs[0], out_ptrs[1], sink_ptr), strides, seat, (row, head), heads, seqlen_q, exists,
           exists & (row < seat.q), first, COLUMNS, T)  # fmt: skip
+
+
+@jit
+def load_part(part_ptrs, place, value, there, T: tl.constexpr):
+    """The state of a part's rows, these columns of it; as of no key where it is not `there`."""
+    top = tl.load(part_ptrs[1] + place, mask=there, other=float("-inf"))
+    total = tl.load(part_ptrs[2] + place, mask=there, other=0.0)
+    acc = tl.load(part_ptrs[0] + place[:, None] * T.head_dim_v + value[None, :],
+                  mask=there[:, None] & (value < T.head_dim_v)[None, :], other=0.0)  # fmt: skip
+    return Rows(acc, top, total)
 
 
 @jit
@@ -240,16 +263,37 @@ def group_of(split: int) -> int:
     return max(1, PROGRAM_KEYS // split)
 
 
-def loaded_of(problem: CachedProblem, together: int) -> tuple[int, int]:
-    """(parts that are added up first, such sums at a time) of the launch that adds up.
+def loaded_of(count: int, together: int) -> tuple[int, int]:
+    """(parts that are added up first, such sums at a time) of the launch that adds up, of `count` parts at most.
 
     A part that is not there changes no bit of a sum, but its place takes time: one item of 1,024 keys, which has 4 parts, took
     7.7 us where 4 had places and 8.8 where 8 have (an H200). That the places are what it pays for is a guess.
     """
     there = together
-    while there > FEW_PARTS and problem.splits <= there // 2:
+    while there > FEW_PARTS and count <= there // 2:
         there //= 2
-    return (together, max(1, LOADS // together)) if there == together else (there, 1)
+    sums = max(1, LOADS // together) if there == together else 1
+    while sums > 1 and count <= together * (sums // 2):
+        sums //= 2
+    return there, sums
+
+
+def reach_of(problem: CachedProblem, tokens: int) -> int | None:
+    """Keys that a tile of so many queries sees at most; None where that is all of them."""
+    p, left, right = problem.attention, problem.attention.band.left, problem.attention.band.right
+    if left is None:
+        return None
+    last = left + p.seqlen_q  # the last query stands at the last key
+    return last if right is None else min(last, left + right + tokens)
+
+
+def near_of(problem: CachedProblem, split: int, count: int, together: int, tokens: int) -> int:
+    """Parts of `split` keys that a tile of queries sees a key of at most, where these are few; else 0."""
+    reach = None if problem.attention.lengths.varlen or together == 1 else reach_of(problem, tokens)
+    if reach is None:
+        return 0
+    seen = max(0, -(-(reach - 1) // split)) + 1
+    return seen if seen <= min(together, LOADS) and seen < count else 0
 
 
 def abreast_of(problem: CachedProblem, together: int, tile: Any, device: Device) -> int:
@@ -271,10 +315,14 @@ def part_buffers(problem: CachedProblem, count: int, dtype: str) -> tuple[Buffer
 def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: int, device: Device) -> KernelCall:
     """The sum of parts, `together` of them first; tile.block_q rows at a time, or fewer where there are no more."""
     p = problem.attention
-    together, sums = loaded_of(problem, together)
-    abreast = abreast_of(problem, together, tile, device)
+    count = -(-problem.splits // (packing.split // problem.split))
+    near = near_of(problem, packing.split, count, together, tile.block_q // packing.heads)
+    sums = 1
+    if not near:
+        together, sums = loaded_of(count, together)
+    abreast = 1 if near else abreast_of(problem, together, tile, device)
     heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
-    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast)  # all that it reads
+    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast, near=near)  # all that it reads
     if not p.lengths.varlen:
         rows = heads
         while rows < min(tile.block_q, p.seqlen_q * heads) and abreast == 1:

@@ -5,7 +5,9 @@ blocks of two warpgroups with 128 for each thread fill a multiprocessor.
 """
 
 from flashtile.kernels.device.stored import widened
-from flashtile.kernels.sm90.cached.producer import boxes_of, fill_both, load_tile
+from flashtile.kernels.device.stream import await_stream
+from flashtile.kernels.sm90.cached.producer import boxes_of, fill_both, load_tile, look_up_tile
+from flashtile.kernels.sm90.cached.seat import seat_of
 from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.triton_glue.gluon import fence_async_shared, gl, gluon, recast
 
@@ -14,18 +16,21 @@ EDGE_ROWS = gl.constexpr(16)  # that are converted at a time where some may be N
 
 
 @gluon.jit
-def load_and_convert(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
+def load_and_convert(k_desc, v_desc, table_ptr, table_strides, lengths, mem, sizes, T: gl.constexpr):
     """Role: bring every key tile of a block, and its values, a ring ahead, and convert them. Pages are looked up before a tile
     is converted, behind which they are asked for.
     """
     AHEAD: gl.constexpr = T.pipeline.stages * T.block_k
+    await_stream(False)
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     use = gl.to_tensor(0)
     for start in range(seat.first, gl.minimum(seat.end, seat.first + AHEAD), T.block_k):
         load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
         use += 1
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
-        pages, rows = boxes_of(start + AHEAD, table_ptr, table_strides, seat, k_desc.shape[0], T)
+        known = look_up_tile(table_ptr, table_strides, start + AHEAD, seat, T)
+        pages, rows = boxes_of(start + AHEAD, known, seat, k_desc.shape[0], T)
         hand_on(mem.k, mem.loaded_k, mem.wide_k, mem.keys, use, start, seat, T.parts_k, T)
         hand_on(mem.v, mem.loaded_v, mem.wide_v, mem.values, use, start, seat, T.parts_v, T)
         if start + AHEAD < seat.end:

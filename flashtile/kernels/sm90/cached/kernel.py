@@ -16,8 +16,8 @@ from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached import turned
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
-from flashtile.kernels.sm90.cached.producer import STRIP, load
-from flashtile.kernels.sm90.cached.seat import DROP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.producer import load
+from flashtile.kernels.sm90.cached.seat import DROP, STRIP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
 from flashtile.kernels.sm90.cached.tiles import blank, let_go, tile_of
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
@@ -72,9 +72,13 @@ class CachedRows(NamedTuple):
 
 
 @gluon.jit
-def consume(q_ptr, out_ptrs, strides, scales, mem, seat, sizes, scale, T: gl.constexpr):
+def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.constexpr):
     """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
+    await_stream(False)
+    if T.split > 0 and not T.direct:
+        let_next()
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     v_scale = gl.to_tensor(1.0)
     if T.k_scale:
         scale = scale * scale_of(scales[0], seat)
@@ -326,18 +330,14 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengt
             keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
     mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
     fence_async_shared()
-    await_stream(False)
-    if T.split > 0 and not T.direct:
-        let_next()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
-    seat = seat_of(gl.program_id(0), lengths, sizes, T)
     if T.apart:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
-            (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), lengths, mem, sizes, rest[2] * LOG2E, T)),
+            (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
         ], [4], [T.pipeline.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), mem, seat, sizes, rest[2] * LOG2E, T)),
-            (load, (k_desc, v_desc, table[0], settled(table[1]), mem, seat, T)),
+            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), lengths, mem, sizes, rest[2] * LOG2E, T)),
+            (load, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
         ], [1], [T.pipeline.loader_registers])  # fmt: skip

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
-from flashtile.kernels.sm90.cached.producer import STRIP, boxes_of, fill
-from flashtile.kernels.sm90.cached.seat import hidden, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.producer import boxes_of, fill, look_up_tile
+from flashtile.kernels.sm90.cached.seat import STRIP, hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
@@ -339,7 +339,8 @@ def load(q_desc, k_desc, rest_desc, table_ptr, table_strides, mem, seat, group, 
         low = seat.first
         if SPLIT > 0:
             low = gl.maximum(low, start // SPLIT * SPLIT)
-        pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
+        known = look_up_tile(table_ptr, table_strides, start, seat, T)
+        pages, rows = boxes_of(start, known, seat, k_desc.shape[0], T)
         fill(rest_desc, mem.keys.rest, mem.keys.rests, use, pages, rows, seat.head, 1, T, T.first_copied_k)
         if (start - low) // T.block_k % 2 == 0:
             fill(k_desc, mem.keys.lower, mem.keys.lowers, use, pages, rows, seat.head, STRIPS, T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of
+from flashtile.kernels.device.decoding import Packing, combine_call, group_of, part_buffers, parts_of, reach_of
 from flashtile.kernels.sm90.host import choose_cached as choose
 from flashtile.kernels.sm90.host.choose_cached import CachedLaunch, make_cached_tile
 from flashtile.kernels.sm90.host.tile_forward import GROUP_ROWS, LOST
@@ -22,14 +22,15 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     p, pages, split = problem.attention, problem.pages, problem.split
     launch = choose.choose_cached(problem) if launch is None else launch
     heads = choose.heads_of(problem)
-    tiles = p.batch * -(-p.seqlen_q // (launch.rows_of(heads * p.seqlen_q) // heads))
+    tokens = launch.rows_of(heads * p.seqlen_q) // heads
+    tiles = p.batch * -(-p.seqlen_q // tokens)
     chunks = -(-p.group // heads)
     least = choose.LATENT_PROGRAMS if problem.shared else choose.PROGRAMS
     programs = tiles * p.heads_kv * chunks
     parts = parts_of(problem, programs, device, least)
     shares = -(-problem.splits // parts)
     tile = make_cached_tile(problem, launch, heads, parts)
-    reach = choose.reach_of(problem, launch, heads)
+    reach = reach_of(problem, tokens)
     seen = shares  # that a tile of queries may see a key of
     if reach is not None and shares > 1:
         seen = min(shares, max(0, -(-(reach - 1) // (split * parts))) + 1)

@@ -1,23 +1,41 @@
 """The loading role over a cache: key and value tiles by the copy engine, a box for each page or for a whole tile."""
 
-from flashtile.triton_glue.gluon import gl, gluon, tma_load
+from flashtile.kernels.device.stream import await_stream
+from flashtile.kernels.sm90.cached.seat import STRIP, first_key, seat_of, whose
+from flashtile.triton_glue.gluon import gl, gluon, lane, of_lane, tma_load
 
-STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 bytes, a swizzle
+LANES = gl.constexpr(32)  # of a warp, which looks up so many pages at a time
 
 
 @gluon.jit
-def load(k_desc, v_desc, table_ptr, table_strides, mem, seat, T: gl.constexpr):
-    """Role: bring every key tile of a block, and its values, into shared memory."""
+def load(k_desc, v_desc, table_ptr, table_strides, lengths, mem, sizes, T: gl.constexpr):
+    """Role: bring every key tile of a block, and its values, into shared memory.
+
+    Where the first key does not depend on lengths, its pages are looked up while these are.
+    """
+    await_stream(False)
+    number = gl.program_id(0)
+    known = gl.to_tensor(0), gl.to_tensor(-LANES)  # nothing yet
+    if T.table and not T.mask.left:
+        item, _, share = whose(number, sizes, T)
+        known = look_up(table_ptr, table_strides, item, first_key(share, T) // T.page, sizes[2] // T.page - 1)
+    seat = seat_of(number, lengths, sizes, T)
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):
-        load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T)
+        if T.table:
+            first, last = pages_of(start, seat, T)
+            if last - known[1] >= LANES:
+                known = look_up(table_ptr, table_strides, seat.item, first, (seat.seen_to - 1) // T.page)
+        pages, rows = boxes_of(start, known, seat, k_desc.shape[0], T)
+        fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T)
         use += 1
 
 
 @gluon.jit
 def load_tile(k_desc, v_desc, table_ptr, table_strides, mem, use, start, seat, T: gl.constexpr):
     """Bring the key tile at `start`, and its values, once their places are free."""
-    pages, rows = boxes_of(start, table_ptr, table_strides, seat, k_desc.shape[0], T)
+    known = look_up_tile(table_ptr, table_strides, start, seat, T)
+    pages, rows = boxes_of(start, known, seat, k_desc.shape[0], T)
     fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T)
 
 
@@ -29,10 +47,35 @@ def fill_both(k_desc, v_desc, mem, use, pages, rows, seat, T: gl.constexpr):
 
 
 @gluon.jit
-def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
-    """(page, row) of each box of the key tile at `start`: two tuples.
+def look_up(table_ptr, table_strides, item, first, last):
+    """(a page of an item for each lane of a warp, from its page `first` on, none behind `last`; `first`)."""
+    at = item.to(gl.int64) * table_strides[0] + gl.minimum(first + lane(), last).to(gl.int64) * table_strides[1]
+    return gl.load(table_ptr + at), first
 
-    The table is read for keys that some query sees, and for no others: a box without any takes the nearest one's place.
+
+@gluon.jit
+def look_up_tile(table_ptr, table_strides, start, seat, T: gl.constexpr):
+    """The same of the key tile at `start`, where there is a table."""
+    if T.table:
+        first, last = pages_of(start, seat, T)
+        return look_up(table_ptr, table_strides, seat.item, first, last)
+    else:
+        return start, start
+
+
+@gluon.jit
+def pages_of(start, seat, T: gl.constexpr):
+    """Which of the item's pages are the first and the last that a query sees of the key tile at `start`."""
+    first = gl.minimum(gl.maximum(start, seat.seen_from), seat.seen_to - 1)
+    return first // T.page, gl.maximum(gl.minimum(start + T.block_k, seat.seen_to) - 1, first) // T.page
+
+
+@gluon.jit
+def boxes_of(start, known, seat, count, T: gl.constexpr):
+    """(page, row) of each box of the key tile at `start`: two tuples. known: its pages, as `look_up` has them.
+
+    A box of which no query sees a key takes the place of the nearest one that some query does: what the table has for it may
+    be rubbish.
     """
     BOX: gl.constexpr = T.box
     BOXES: gl.constexpr = T.boxes
@@ -42,8 +85,7 @@ def boxes_of(start, table_ptr, table_strides, seat, count, T: gl.constexpr):
         key = start + box * BOX
         if T.table:
             key = gl.minimum(gl.maximum(key, seat.seen_from // BOX * BOX), (seat.seen_to - 1) // BOX * BOX)
-            at = seat.item.to(gl.int64) * table_strides[0] + (key // PAGE).to(gl.int64) * table_strides[1]
-            page = gl.minimum(gl.maximum(gl.load(table_ptr + at), 0), count - 1)
+            page = gl.minimum(gl.maximum(of_lane(known[0], key // PAGE - known[1]), 0), count - 1)
             row = key % PAGE
         else:
             page, row = seat.item, seat.row + key

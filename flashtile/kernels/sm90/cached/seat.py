@@ -5,10 +5,10 @@ from typing import NamedTuple
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import add_sink, finish, scored
-from flashtile.kernels.sm90.cached.producer import STRIP
 from flashtile.kernels.sm90.device.layouts import column_layout, row_layout
 from flashtile.triton_glue.gluon import gl, gluon
 
+STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 bytes, a swizzle
 LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 DROP = gl.constexpr(2.0**-15)  # takes it back
 
@@ -38,11 +38,8 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
     """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
-    heads = sizes[1] * T.chunks
-    head, rest = number % heads, number // heads
-    share, tile = rest % sizes[3], rest // sizes[3]
-    tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    item, token = tile // tiles, tile % tiles * TOKENS
+    item, token, share = whose(number, sizes, T)
+    head = number % (sizes[1] * T.chunks)
     row = gl.to_tensor(0)
     if lengths[1] is not None:
         row = gl.maximum(gl.load(lengths[1] + item), 0)
@@ -58,6 +55,25 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
     return CachedSeat(
         item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]
     )
+
+
+@gluon.jit
+def whose(number, sizes, T: gl.constexpr):
+    """(item, first query, share of the keys) of a block: what of its seat does not depend on lengths."""
+    TOKENS: gl.constexpr = T.rows // T.heads
+    rest = number // (sizes[1] * T.chunks)
+    tiles = (sizes[0] + TOKENS - 1) // TOKENS
+    tile = rest // sizes[3]
+    return tile // tiles, tile % tiles * TOKENS, rest % sizes[3]
+
+
+@gluon.jit
+def first_key(share, T: gl.constexpr):
+    """The first key of a share, where there is no window on the left."""
+    if T.split > 0 and not T.direct:
+        return share * (T.split * T.parts)
+    else:
+        return share * 0
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """The tiles that a block over a cache multiplies: views of them, and what is done to them."""
 
-from flashtile.kernels.sm90.cached.producer import STRIP
+from flashtile.kernels.sm90.cached.seat import STRIP
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.parts import first_parts
 from flashtile.triton_glue.gluon import abreast, fence_async_shared, gl, gluon, recast, uniform

@@ -14,8 +14,7 @@ from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import visible
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stored import widened
-from flashtile.kernels.sm90.cached.producer import STRIP
-from flashtile.kernels.sm90.cached.seat import DROP, lifted, places
+from flashtile.kernels.sm90.cached.seat import DROP, STRIP, lifted, places
 from flashtile.kernels.sm90.cached.tiles import blank, let_go, tile_of
 from flashtile.kernels.sm90.device.layouts import (
     column_layout,

@@ -224,15 +224,6 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     )  # fmt: skip
 
 
-def reach_of(problem: CachedProblem, launch: CachedLaunch, heads: int) -> int | None:
-    """Keys that a tile of queries sees at most; None where that is all of them."""
-    p, left, right = problem.attention, problem.attention.band.left, problem.attention.band.right
-    if left is None:
-        return None
-    last = left + p.seqlen_q  # the last query stands at the last key
-    return last if right is None else min(last, left + right + launch.rows_of(heads * p.seqlen_q) // heads)
-
-
 def crosses(problem: CachedProblem, launch: CachedLaunch, reach: int | None, programs: int, device: Device) -> bool:
     """Whether a block goes through all that its queries see and writes the result, in place of parts: of few keys, where
     such blocks are enough, and registers have room for a third accumulator.
