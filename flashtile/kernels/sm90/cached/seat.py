@@ -2,13 +2,24 @@
 
 from typing import NamedTuple
 
+from flashtile.kernels.device.decoding import alike
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.sm90.device.layouts import column_layout, row_layout
-from flashtile.triton_glue.gluon import gl, gluon
+from flashtile.triton_glue.gluon import (
+    gl,
+    gluon,
+    lane,
+    lane_sums_up_to,
+    lanes_where,
+    least_of_lanes,
+    most_of_lanes,
+    of_lane,
+)
 
 STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 bytes, a swizzle
+LANES = gl.constexpr(32)  # of a warp
 LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 DROP = gl.constexpr(2.0**-15)  # takes it back
 
@@ -29,6 +40,7 @@ class CachedSeat(NamedTuple):
     whole_to: gl.tensor
     seen_from: gl.tensor  # the first key that some query sees
     seen_to: gl.tensor
+    whole: gl.tensor  # where T.whole, whether it is all keys of the item, of which the result is written
 
 
 @gluon.jit
@@ -38,12 +50,13 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
     """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
-    item, token, share = whose(number, sizes, T)
+    whole = gl.to_tensor(False)
+    if T.ranked > 0:
+        item, token, share, whole = ranked(number, lengths, sizes, T)
+    else:
+        item, token, share = whose(number, sizes, T)
     head = number % (sizes[1] * T.chunks)
-    row = gl.to_tensor(0)
-    if lengths[1] is not None:
-        row = gl.maximum(gl.load(lengths[1] + item), 0)
-    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item), sizes[2]) - row, 0)
+    row, keys = keys_of(item, lengths, sizes[2])
     lo, full_lo, full_hi, hi, ends = tiles_seen(
         token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )
@@ -52,9 +65,12 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         if T.mask.left:  # shares are counted from the first that a query sees: there are no blocks for others
             share += lo // SPAN
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
+        if T.whole:
+            first, end = gl.where(whole, lo, first), gl.where(whole, hi, end)
     return CachedSeat(
-        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]
-    )
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1],
+        whole,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -65,6 +81,54 @@ def whose(number, sizes, T: gl.constexpr):
     tiles = (sizes[0] + TOKENS - 1) // TOKENS
     tile = rest // sizes[3]
     return tile // tiles, tile % tiles * TOKENS, rest % sizes[3]
+
+
+@gluon.jit
+def ranked(number, lengths, sizes, T: gl.constexpr):
+    """The same where the first blocks are those that have keys, items one after another, and no others stand among them; and
+    whether the block has all keys of its item: where T.whole and items' keys are `alike`.
+    """
+    TOKENS: gl.constexpr = T.rows // T.heads
+    CHUNKS: gl.constexpr = T.ranked
+    unit = number // (sizes[1] * T.chunks)
+    tiles = (sizes[0] + TOKENS - 1) // TOKENS
+    counts, whole = (), gl.to_tensor(False)
+    for chunk in gl.static_range(CHUNKS):  # whose loads are all under way
+        _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes[7] - 1), lengths, sizes[2])
+        counts = counts + (keys,)  # noqa: RUF005
+    if T.whole:
+        least, most = counts[0], counts[0]
+        for chunk in gl.static_range(CHUNKS):
+            least, most = gl.minimum(least, counts[chunk]), gl.maximum(most, counts[chunk])
+        whole = alike(least_of_lanes(least), most_of_lanes(most))
+    shares = ()
+    for chunk in gl.static_range(CHUNKS):
+        own = gl.cdiv(counts[chunk], T.split * T.parts)
+        if T.whole:
+            own = gl.where(whole, 1, own)
+        shares = shares + (gl.where(chunk * LANES + lane() < sizes[7], own * tiles, 0),)  # noqa: RUF005
+    item, before, end = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)  # blocks of items before this one, and with it
+    total = gl.to_tensor(0)
+    for chunk in gl.static_range(CHUNKS):
+        sums = total + lane_sums_up_to(shares[chunk])
+        count = lanes_where(sums <= unit)
+        before = gl.where(count > 0, of_lane(sums, gl.maximum(count - 1, 0)), before)
+        end = gl.where((count < LANES) & (item == chunk * LANES), of_lane(sums, gl.minimum(count, LANES - 1)), end)
+        item += count
+        total = of_lane(sums, LANES - 1)
+    rest, own = unit - before, gl.maximum((end - before) // tiles, 1)
+    there = unit < total
+    share = gl.where(there, rest % own, sizes[3])  # of all, behind the last one
+    return gl.minimum(item, sizes[7] - 1), gl.where(there, rest // own, 0) * TOKENS, share, whole & there
+
+
+@gluon.jit
+def keys_of(item, lengths, capacity):
+    """(row of the first key, how many there are) of an item."""
+    row = gl.to_tensor(0)
+    if lengths[1] is not None:
+        row = gl.maximum(gl.load(lengths[1] + item), 0)
+    return row, gl.maximum(gl.minimum(gl.load(lengths[0] + item), capacity) - row, 0)
 
 
 @gluon.jit
