@@ -468,27 +468,6 @@ def of_lane(x, number):
     )
 
 
-@gluon.constexpr_function
-def _sums() -> str:
-    steps = (f"shfl.sync.up.b32 t|p, $0, {step}, 0, 0xffffffff; @p add.s32 $0, $0, t;" for step in (1, 2, 4, 8, 16))
-    return f"{{ .reg .pred p; .reg .b32 t; mov.b32 $0, $1; {' '.join(steps)} }}"
-
-
-@gluon.jit
-def lane_sums_up_to(x):
-    """Of an int32 that differs from lane to lane the sum over the lanes up to each."""
-    return gl.inline_asm_elementwise(_sums(), "=&r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def lanes_where(wanted):
-    """How many lanes of a warp say so."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; popc.b32 $0, t; }",
-        "=r,r", [wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @gluon.jit
 def least_of_lanes(x):
     """The least of an int32 over the lanes of a warp."""
@@ -507,7 +486,7 @@ def most_of_lanes(x):
 
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
-    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "lane_sums_up_to", "lanes_where", "least_of_lanes",
+    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "least_of_lanes",
     "mbarrier", "most_of_lanes", "named_arrive", "named_wait", "of_any", "of_first_lane", "of_lane", "ones", "pack",
     "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products", "scale_unless_one", "select_bits", "settled",
     "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait",

@@ -113,7 +113,7 @@ def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.
         if T.direct:
             write(some, out_ptrs, strides, seat, sizes, T)
         elif T.folds:
-            if T.whole:
+            if T.whole > 0:
                 if seat.whole:
                     write(some, out_ptrs[3], strides, seat, sizes, T)
             if (seat.first < seat.end) & (not seat.whole):

@@ -7,16 +7,7 @@ from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.sm90.device.layouts import column_layout, row_layout
-from flashtile.triton_glue.gluon import (
-    gl,
-    gluon,
-    lane,
-    lane_sums_up_to,
-    lanes_where,
-    least_of_lanes,
-    most_of_lanes,
-    of_lane,
-)
+from flashtile.triton_glue.gluon import gl, gluon, lane, least_of_lanes, most_of_lanes
 
 STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 bytes, a swizzle
 LANES = gl.constexpr(32)  # of a warp
@@ -40,7 +31,7 @@ class CachedSeat(NamedTuple):
     whole_to: gl.tensor
     seen_from: gl.tensor  # the first key that some query sees
     seen_to: gl.tensor
-    whole: gl.tensor  # where T.whole, whether it is all keys of the item, of which the result is written
+    whole: gl.tensor  # whether these are all keys of the item, in place of a share of them, and the result is written
 
 
 @gluon.jit
@@ -50,11 +41,13 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
     """
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
+    item, token, share = whose(number, sizes, T)
     whole = gl.to_tensor(False)
-    if T.ranked > 0:
-        item, token, share, whole = ranked(number, lengths, sizes, T)
-    else:
-        item, token, share = whose(number, sizes, T)
+    if T.whole > 0:
+        alone = all_alike(lengths, sizes, T)
+        own_item, own_token, there = whose_alone(number, sizes, T)
+        item, token = gl.where(alone, own_item, item), gl.where(alone, own_token, token)
+        whole, share = alone & there, gl.where(alone, sizes[3], share)  # a share that no key has
     head = number % (sizes[1] * T.chunks)
     row, keys = keys_of(item, lengths, sizes[2])
     lo, full_lo, full_hi, hi, ends = tiles_seen(
@@ -65,7 +58,7 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         if T.mask.left:  # shares are counted from the first that a query sees: there are no blocks for others
             share += lo // SPAN
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
-        if T.whole:
+        if T.whole > 0:
             first, end = gl.where(whole, lo, first), gl.where(whole, hi, end)
     return CachedSeat(
         item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1],
@@ -84,42 +77,24 @@ def whose(number, sizes, T: gl.constexpr):
 
 
 @gluon.jit
-def ranked(number, lengths, sizes, T: gl.constexpr):
-    """The same where the first blocks are those that have keys, items one after another, and no others stand among them; and
-    whether the block has all keys of its item: where T.whole and items' keys are `alike`.
-    """
+def whose_alone(number, sizes, T: gl.constexpr):
+    """(item, first query, whether there is one) where a block has all keys of an item: the first blocks, and no others."""
     TOKENS: gl.constexpr = T.rows // T.heads
-    CHUNKS: gl.constexpr = T.ranked
-    unit = number // (sizes[1] * T.chunks)
     tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    counts, whole = (), gl.to_tensor(False)
+    tile = number // (sizes[1] * T.chunks)
+    there = tile < tiles * sizes[7]
+    return gl.where(there, tile // tiles, 0), gl.where(there, tile % tiles, 0) * TOKENS, there
+
+
+@gluon.jit
+def all_alike(lengths, sizes, T: gl.constexpr):
+    """Whether items' keys are `alike`: a lane of a warp has each 32nd item."""
+    CHUNKS: gl.constexpr = T.whole
+    least, most = gl.to_tensor(sizes[2]), gl.to_tensor(0)
     for chunk in gl.static_range(CHUNKS):  # whose loads are all under way
         _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes[7] - 1), lengths, sizes[2])
-        counts = counts + (keys,)  # noqa: RUF005
-    if T.whole:
-        least, most = counts[0], counts[0]
-        for chunk in gl.static_range(CHUNKS):
-            least, most = gl.minimum(least, counts[chunk]), gl.maximum(most, counts[chunk])
-        whole = alike(least_of_lanes(least), most_of_lanes(most))
-    shares = ()
-    for chunk in gl.static_range(CHUNKS):
-        own = gl.cdiv(counts[chunk], T.split * T.parts)
-        if T.whole:
-            own = gl.where(whole, 1, own)
-        shares = shares + (gl.where(chunk * LANES + lane() < sizes[7], own * tiles, 0),)  # noqa: RUF005
-    item, before, end = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)  # blocks of items before this one, and with it
-    total = gl.to_tensor(0)
-    for chunk in gl.static_range(CHUNKS):
-        sums = total + lane_sums_up_to(shares[chunk])
-        count = lanes_where(sums <= unit)
-        before = gl.where(count > 0, of_lane(sums, gl.maximum(count - 1, 0)), before)
-        end = gl.where((count < LANES) & (item == chunk * LANES), of_lane(sums, gl.minimum(count, LANES - 1)), end)
-        item += count
-        total = of_lane(sums, LANES - 1)
-    rest, own = unit - before, gl.maximum((end - before) // tiles, 1)
-    there = unit < total
-    share = gl.where(there, rest % own, sizes[3])  # of all, behind the last one
-    return gl.minimum(item, sizes[7] - 1), gl.where(there, rest // own, 0) * TOKENS, share, whole & there
+        least, most = gl.minimum(least, keys), gl.maximum(most, keys)
+    return alike(least_of_lanes(least), most_of_lanes(most))
 
 
 @gluon.jit
