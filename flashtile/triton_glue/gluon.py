@@ -468,10 +468,27 @@ def of_lane(x, number):
     )
 
 
+@gluon.jit
+def least_of_lanes(x):
+    """The least of an int32 over the lanes of a warp."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def most_of_lanes(x):
+    """The largest of an int32 over the lanes of a warp."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
-    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "of_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
-    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
-    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "least_of_lanes",
+    "mbarrier", "most_of_lanes", "named_arrive", "named_wait", "of_any", "of_first_lane", "of_lane", "ones", "pack",
+    "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products", "scale_unless_one", "select_bits", "settled",
+    "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform", "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait",
+    "zeros_of",
 ]  # fmt: skip

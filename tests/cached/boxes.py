@@ -21,11 +21,13 @@ Tensors = dict[str, torch.Tensor]
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = False) -> tuple[CachedProblem, Tensors]:
+def draw(
+    seed: int, stored: bool = False, full: bool = False, latent: bool = False, even: bool = False
+) -> tuple[CachedProblem, Tensors]:
     """The problem of a seed, and its tensors by name: in rows and pages that no query may look at, and in no others, NaN.
 
     stored: its cache is one of 8 bits, with scales or without. full: items end with a page, the longest with its table. latent:
-    values are the first 512 of the keys' 576 columns.
+    values are the first 512 of the keys' 576 columns. even: items' lengths are alike, and more than a program goes through.
     """
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype, size = r.choice((DType.BF16, DType.FP16)), r.choice((0, 8, 16, 64, 256))
@@ -37,6 +39,10 @@ def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = Fal
     most = r.choice((60, 300, 300, 500, 500, 500, 2300))
     used = [r.choice((r.randint(0, most), r.randint(1, most), most)) for _ in range(batch)]
     used = [count - count % 128 + 64 for count in used] if full else used  # amid a tile of 128 keys
+    if even:
+        heads_kv, group, batch, seqlen = r.choice((1, 2)), r.choice((1, 3, 4, 8)), r.choice((2, 3, 35)), r.choice((1, 1, 2))
+        used = [r.choice((2300, 2300 - 140)) for _ in range(batch)]
+        heads_kv = 1 if batch > 3 else heads_kv
     columns = -(-max(*used, 1) // size) + r.randint(0, 2) * (not full) if size else 1
     rows = size or max(*used, 1) + r.randint(0, 3)
     before = [0] * batch  # rows of padding
@@ -44,8 +50,9 @@ def draw(seed: int, stored: bool = False, full: bool = False, latent: bool = Fal
         before = [random.Random(f"{seed} {i}").choice((0, 1, 5, 64, 100)) for i in range(batch)]
         rows += max(before)
     pages = Pages(batch * columns + 2 if size else batch, rows, columns, size > 0, any(before))
-    split = r.choice((0, 0, 128, 256))
-    band = Band(*r.choice(((None, None), (None, 0), (None, 0), (100, 0), (7, 3), (30, None), (90, -20))))
+    split = r.choice((128, 256) if even else (0, 0, 128, 256))
+    bands = ((None, None), (None, 0), (None, 0), (100, 0), (7, 3), (30, None), (90, -20))
+    band = Band(*r.choice(bands[:2] if even else bands))
     heads = heads_kv * group
     p = AttentionProblem(
         batch, seqlen, pages.capacity, heads, heads_kv, dim, dim_v, dtype, band, lengths=Lengths(used_k=True), returns_lse=True,

@@ -1,6 +1,6 @@
 """Runs Hopper's kernel over caches in the emulator and prints, as JSON, how far its results are from float64's.
 
-python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false, "latent": false}' ...
+python -m tests.hopper.emulated_cached '{"seed": 3, "stored": true, "full": false, "latent": false, "even": false}' ...
 
 A seed draws a call, over a cache of 8 bits where it is to be `stored`, with `full` tables or longer ones, over one of `latent`
 keys: pages, lengths, a window, heads. Rows and pages that nobody may look at hold NaN, entries of the table that belong to none
@@ -68,7 +68,7 @@ def added(problem: CachedProblem, split: int, made: Tensors, tensors: Tensors) -
 def assess(case: Any) -> dict[str, Any]:
     """The errors of a case's results."""
     seed, stored, latent = case["seed"], case["stored"], case["latent"]
-    problem, tensors = draw(seed, stored, case["full"], latent)
+    problem, tensors = draw(seed, stored, case["full"], latent, case["even"])
     assert not refusals(problem), refusals(problem)
     inputs, how = given(problem, cleaned(problem, tensors))
     exact, lse = cached_reference(*inputs, **how)
@@ -78,8 +78,10 @@ def assess(case: Any) -> dict[str, Any]:
         tensors |= {"k": tensors["k"][..., columns:].clone(), "v": tensors["v"].clone()}
     tiles = candidates(problem) if latent else STORED_TILES if stored else TILES
     if may_turn(problem) and not latent:
-        tiles = (*TURNED, *tiles)
+        tiles = TURNED if case["even"] else (*TURNED, *tiles)
     launch = tiles[seed % len(tiles)]
+    if case["even"]:
+        return whole(problem, tensors, launch, exact, lse)
     every = plans.group_of
     with patch.object(plans, "group_of", lambda split: 1 if seed % 2 else every(split)):  # whose borders short windows cross
         plan = plan_cached(problem, replace(H100, sm_count=(1, 30)[seed // 4 % 2]), "hopper", launch)
@@ -92,6 +94,17 @@ def assess(case: Any) -> dict[str, Any]:
     (tile,) = (value for name, value in plan.calls[0].constants if name == "T")
     if tile.split and not tile.direct:
         made = added(problem, tile.split * (tile.parts if tile.folds else 1), made, tensors)
+    return {name: error(made[name], true) for name, true in (("out", exact), ("lse", lse))}
+
+
+def whole(problem: CachedProblem, tensors: Tensors, launch: CachedLaunch, exact: torch.Tensor, lse: torch.Tensor) -> Any:
+    """The errors where blocks have whole items and write the results, beside the launch that would add parts up."""
+    plan = plan_cached(problem, replace(H100, sm_count=1), "hopper", launch)
+    (tile,) = (value for name, value in plan.calls[0].constants if name == "T")  # pyright: ignore[reportAttributeAccessIssue]
+    assert tile.whole, tile
+    inputs = {b.name: bytes_of(tensors[b.name]) for b in plan.named("input")}
+    with patch.object(torch, "empty_strided", poisoned):
+        made = Bound(replace(plan, calls=plan.calls[:1]), inputs, torch.device("cpu")).run(inputs)
     return {name: error(made[name], true) for name, true in (("out", exact), ("lse", lse))}
 
 

@@ -221,6 +221,8 @@ def install(seed: int = 0) -> None:
         first_thread=lambda own, other: own,
         of_first_lane=unchanged,
         lane=lambda: torch.arange(32),
+        least_of_lanes=lambda x: language.Scalar(x.min()),
+        most_of_lanes=lambda x: language.Scalar(x.max()),
         of_lane=lambda x, number: language.Scalar(x[int(number)]) if x.dim() else x,
         **{word.__name__: word for word in WORDS},
     )

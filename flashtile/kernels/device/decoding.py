@@ -37,7 +37,8 @@ class Packing:
     Triton makes fp16 of them well. lowers: queries are bf16 and multiplied in fp16, which numbers of the cache become with
     fewer instructions. shared: values are the first T.head_dim_v columns of the keys, which have `rest` more, in rest_columns,
     where they lie apart in a pool of their own. abreast: sums that a program of the sum forms side by side. near: parts that a
-    tile of queries sees a key of at most, where a window leaves no more than are added up first; else 0.
+    tile of queries sees a key of at most, where a window leaves no more than are added up first; else 0. whole: where not 0, at
+    least as many as there are items, and results of items whose lengths are `alike` are there already.
     """
 
     heads: int
@@ -57,6 +58,7 @@ class Packing:
     rest_columns: int = 0
     abreast: int = 1
     near: int = 0
+    whole: int = 0
 
 
 class Seat(NamedTuple):
@@ -166,6 +168,9 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     token = seat.slab.to(tl.int64) * seqlen_q + seat.first_q + a_row
     a_head = head_kv * group + tl.minimum(a_member, group - 1)
     rows = empty_rows(ROWS, COLUMNS, T)
+    if PACK.whole > 0:  # nothing is read or written then
+        written = all_alike(lengths, batch, capacity, PACK)
+        exists, hi = exists & (not written), tl.where(written, lo, hi)
     if PACK.early:
         await_stream()
     place = token * heads + a_head
@@ -199,6 +204,24 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     rows = scored(rows, T)
     write(rows, (out_ptrs[0], out_ptrs[1], sink_ptr), strides, seat, (row, head), heads, seqlen_q, exists,
           exists & (row < seat.q), first, COLUMNS, T)  # fmt: skip
+
+
+@jit
+def alike(least, most):
+    """Whether items have so nearly as many keys each that no block waits for another that has all keys of a longer one."""
+    return most - least <= most // 16
+
+
+@jit
+def all_alike(lengths, batch, capacity, PACK: tl.constexpr):
+    """The same of all items, of which there are PACK.whole at most."""
+    item = tl.arange(0, PACK.whole)
+    item = tl.minimum(item, batch - 1)
+    row = item * 0
+    if lengths[2] is not None:
+        row = tl.maximum(tl.load(lengths[2] + item), 0)
+    keys = tl.maximum(tl.minimum(tl.load(lengths[1] + item), capacity) - row, 0)
+    return alike(tl.min(keys, 0), tl.max(keys, 0))
 
 
 @jit
@@ -322,7 +345,7 @@ def combine_call(problem: CachedProblem, packing: Packing, tile: Any, together: 
         together, sums = loaded_of(count, together)
     abreast = 1 if near else abreast_of(problem, together, tile, device)
     heads, chunks, sums = (1, p.group, 1) if abreast > 1 else (packing.heads, packing.chunks, sums)
-    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast, near=near)  # all that it reads
+    packing = Packing(heads, chunks, 1, packing.split, 1, packing.early, abreast=abreast, near=near, whole=packing.whole)
     if not p.lengths.varlen:
         rows = heads
         while rows < min(tile.block_q, p.seqlen_q * heads) and abreast == 1:

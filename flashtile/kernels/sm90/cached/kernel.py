@@ -113,7 +113,10 @@ def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.
         if T.direct:
             write(some, out_ptrs, strides, seat, sizes, T)
         elif T.folds:
-            if seat.first < seat.end:
+            if T.whole > 0:
+                if seat.whole:
+                    write(some, out_ptrs[3], strides, seat, sizes, T)
+            if (seat.first < seat.end) & (not seat.whole):
                 store_part(some, out_ptrs, seat.first // (SPLIT * T.parts), seat, sizes, T)
 
 
@@ -306,8 +309,9 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengt
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
     T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
-    total) of parts, as `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer
-    or None, its strides); lengths as `seat_of` has them; rest = (group, batch, scale).
+    total) of parts, as `device/decoding.py` has them, and where T.whole the others behind them. strides of q, out, sink;
+    scales of keys and values, and table: (pointer or None, its strides); lengths as `seat_of` has them; rest = (group, batch,
+    scale).
     """
     ROWS: gl.constexpr = T.rows
     KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype  # pyright: ignore[reportAssignmentType]

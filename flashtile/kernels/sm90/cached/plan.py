@@ -58,6 +58,9 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
         values = keys if problem.one_pool else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
+        if seen > 1 and choose.may_be_whole(problem, tile, programs, device):
+            tile = replace(tile, whole=1 << (-(-p.batch // 32) - 1).bit_length(), crosses=True)
+            outputs = (*outputs, (Pointer("out"), Pointer("lse"), sink))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (programs * seen, 1, 1), args, (("T", tile),), 4, contracts=False,
@@ -65,8 +68,9 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     )  # fmt: skip
     calls = [forward]
     if sums:
-        packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
-        plain = replace(tile, parts=1, folds=False)  # the sum is the same kernel, whoever made the parts
+        keys_of_part = split * parts if tile.folds else split
+        packing = Packing(heads, chunks, tile.page, keys_of_part, parts, True, whole=32 * tile.whole)
+        plain = replace(tile, parts=1, folds=False, crosses=False, whole=0)  # the same sum, whoever made the parts
         calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split), device))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",

@@ -2,13 +2,15 @@
 
 from typing import NamedTuple
 
+from flashtile.kernels.device.decoding import alike
 from flashtile.kernels.device.grid import Sizes
 from flashtile.kernels.device.mask import tiles_seen, visible
 from flashtile.kernels.device.softmax import add_sink, finish, scored
 from flashtile.kernels.sm90.device.layouts import column_layout, row_layout
-from flashtile.triton_glue.gluon import gl, gluon
+from flashtile.triton_glue.gluon import gl, gluon, lane, least_of_lanes, most_of_lanes
 
 STRIP = gl.constexpr(64)  # columns that one box of the copy engine has: 128 bytes, a swizzle
+LANES = gl.constexpr(32)  # of a warp
 LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 DROP = gl.constexpr(2.0**-15)  # takes it back
 
@@ -29,6 +31,7 @@ class CachedSeat(NamedTuple):
     whole_to: gl.tensor
     seen_from: gl.tensor  # the first key that some query sees
     seen_to: gl.tensor
+    whole: gl.tensor  # whether these are all keys of the item, in place of a share of them, and the result is written
 
 
 @gluon.jit
@@ -39,11 +42,14 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     item, token, share = whose(number, sizes, T)
+    whole = gl.to_tensor(False)
+    if T.whole > 0:
+        alone = all_alike(lengths, sizes, T)
+        own_item, own_token, there = whose_alone(number, sizes, T)
+        item, token = gl.where(alone, own_item, item), gl.where(alone, own_token, token)
+        whole, share = alone & there, gl.where(alone, sizes[3], share)  # a share that no key has
     head = number % (sizes[1] * T.chunks)
-    row = gl.to_tensor(0)
-    if lengths[1] is not None:
-        row = gl.maximum(gl.load(lengths[1] + item), 0)
-    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item), sizes[2]) - row, 0)
+    row, keys = keys_of(item, lengths, sizes[2])
     lo, full_lo, full_hi, hi, ends = tiles_seen(
         token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )
@@ -52,9 +58,12 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         if T.mask.left:  # shares are counted from the first that a query sees: there are no blocks for others
             share += lo // SPAN
         first, end = gl.maximum(lo, share * SPAN), gl.minimum(hi, (share + 1) * SPAN)
+        if T.whole > 0:
+            first, end = gl.where(whole, lo, first), gl.where(whole, hi, end)
     return CachedSeat(
-        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1]
-    )
+        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1],
+        whole,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -65,6 +74,36 @@ def whose(number, sizes, T: gl.constexpr):
     tiles = (sizes[0] + TOKENS - 1) // TOKENS
     tile = rest // sizes[3]
     return tile // tiles, tile % tiles * TOKENS, rest % sizes[3]
+
+
+@gluon.jit
+def whose_alone(number, sizes, T: gl.constexpr):
+    """(item, first query, whether there is one) where a block has all keys of an item: the first blocks, and no others."""
+    TOKENS: gl.constexpr = T.rows // T.heads
+    tiles = (sizes[0] + TOKENS - 1) // TOKENS
+    tile = number // (sizes[1] * T.chunks)
+    there = tile < tiles * sizes[7]
+    return gl.where(there, tile // tiles, 0), gl.where(there, tile % tiles, 0) * TOKENS, there
+
+
+@gluon.jit
+def all_alike(lengths, sizes, T: gl.constexpr):
+    """Whether items' keys are `alike`: a lane of a warp has each 32nd item."""
+    CHUNKS: gl.constexpr = T.whole
+    least, most = gl.to_tensor(sizes[2]), gl.to_tensor(0)
+    for chunk in gl.static_range(CHUNKS):  # whose loads are all under way
+        _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes[7] - 1), lengths, sizes[2])
+        least, most = gl.minimum(least, keys), gl.maximum(most, keys)
+    return alike(least_of_lanes(least), most_of_lanes(most))
+
+
+@gluon.jit
+def keys_of(item, lengths, capacity):
+    """(row of the first key, how many there are) of an item."""
+    row = gl.to_tensor(0)
+    if lengths[1] is not None:
+        row = gl.maximum(gl.load(lengths[1] + item), 0)
+    return row, gl.maximum(gl.minimum(gl.load(lengths[0] + item), capacity) - row, 0)
 
 
 @gluon.jit

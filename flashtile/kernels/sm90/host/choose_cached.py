@@ -25,6 +25,8 @@ CONVERTER_REGISTERS = 56  # where it converts, too
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
 LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
+FULL_ROUNDS = 0.95  # of the places of the last round of programs, and those before it, that are to be taken
+WHOLE_ITEMS = 128  # at most, of which every block reads the lengths
 APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
@@ -94,6 +96,9 @@ class CachedTile(Narrow):
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
+    whole: int = (
+        0  # where not 0, blocks have all keys of an item if lengths are alike; there are 32 times as many items at most
+    )
 
     @property
     def may_start_empty(self) -> bool:
@@ -222,6 +227,16 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
         turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
     )  # fmt: skip
+
+
+def may_be_whole(problem: CachedProblem, tile: CachedTile, programs: int, device: Device) -> bool:
+    """Whether a block has all keys of an item where items' lengths are alike, which blocks see themselves: it writes the
+    result, so that no parts are. So many programs keep all multiprocessors busy to the end, and there is no window.
+    """
+    p, rounds = problem.attention, -(-programs // device.sm_count)
+    if not tile.turned or tile.latent or tile.direct or not tile.folds or p.band.left is not None:
+        return False
+    return 1 < p.batch <= WHOLE_ITEMS and rounds > 1 and programs >= FULL_ROUNDS * rounds * device.sm_count
 
 
 def crosses(problem: CachedProblem, launch: CachedLaunch, reach: int | None, programs: int, device: Device) -> bool:
