@@ -11,6 +11,15 @@ import torch
 import flashtile
 from flashtile.kernels.device import decoding
 from flashtile.kernels.portable import cached
+from flashtile.kernels.sm90.host import choose_cached
+from flashtile.plan.buffers import cached_buffers
+from flashtile.plan.call import Plan
+from flashtile.plan.device import H100
+from flashtile.problem.attention import AttentionProblem
+from flashtile.problem.cache import CachedProblem, Pages
+from flashtile.problem.dtype import DType
+from flashtile.problem.lengths import Lengths
+from flashtile.torch.execute.bound import Bound
 from tests.cached.draw import check, draw
 
 
@@ -104,6 +113,25 @@ def test_the_places_of_a_windows_parts_change_no_bit(window: Any, device: torch.
     assert len(planned) == 1
     assert planned[0] > 0
     flashtile.cache_clear()
+
+
+def test_the_sum_of_parts_leaves_whole_items_alone(device: torch.device) -> None:
+    """Where items' lengths are alike blocks wrote the results; else an item without a key has zeros, beside parts of NaN."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    p = AttentionProblem(3, 1, 5000, 2, 1, 16, 16, DType.FP16, lengths=Lengths(used_k=True), returns_lse=True)
+    problem = CachedProblem(p, Pages(3, 5000, 1, False, False), 256)
+    tile = replace(choose_cached.make_cached_tile(problem, choose_cached.CachedLaunch(turned=True), 2, 8), parts=1, folds=False)
+    call = decoding.combine_call(problem, decoding.Packing(2, 1, 1, 2048, 1, False, whole=32), tile, 1, H100)
+    buffers = (*cached_buffers(problem), *decoding.part_buffers(problem, 3, "fp32"))
+    plan = Plan(problem, "hopper", "", buffers, (call,))
+    tensors = {"q": torch.zeros(3, 1, 2, 16), "k": torch.zeros(3, 5000, 1, 16), "v": torch.zeros(3, 5000, 1, 16)}
+    inputs = {name: t.half().to(device) for name, t in tensors.items()}
+    for used, whole in (([4700, 5000, 4900], True), ([0, 0, 0], True), ([5000, 0, 5000], False), ([4600, 0, 5000], False)):
+        inputs["seqused_k"] = torch.tensor(used, dtype=torch.int32, device=device)
+        made = Bound(plan, inputs, device).run(inputs)
+        assert made["out"][1].isnan().all().item() == whole, used
+        assert (made["lse"][1] == -torch.inf).all().item() == (not whole), used
+        assert made["out"][0].isnan().all(), used
 
 
 def test_prefill_chunks_stand_beside_decodes(backend: str, place: torch.device) -> None:
