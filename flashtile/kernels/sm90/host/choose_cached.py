@@ -18,7 +18,8 @@ MAX_HEAD_DIM = 128
 LATENT_DIMS = (576, 512)  # of keys, and of values that are their first columns: two consumers have 256 of these each
 # Rows of queries that products whose rows are keys may have. An H200: of 32, 1 x 8192 takes 21.3 us, 20.4 the other way, and
 # over latents 512 numbers of each, and a sum of parts, would not be in a warpgroup's registers.
-TURNED_ROWS = (8, 16)
+TURNED_ROWS = (8, 16, 32)
+FEW_ROWS = 16  # up to which these are the first choice
 LOADER_REGISTERS = 40
 CONVERTER_REGISTERS = 56  # where it converts, too
 # Programs that a multiprocessor is to have, two of which run at a time. An H200: 64 items of 8,192 keys, 8 heads for 1, take
@@ -156,7 +157,8 @@ def candidates(problem: CachedProblem) -> tuple[CachedLaunch, ...]:
     """Tiles, the best known first."""
     p = problem.attention
     narrow = max(p.head_dim, p.head_dim_v) <= STRIP
-    return (*(turned_tiles(problem, narrow) if may_turn(problem) else ()), *other_tiles(problem, narrow))
+    turned, others = turned_tiles(problem, narrow) if may_turn(problem) else (), other_tiles(problem, narrow)
+    return (*turned, *others) if rows_of(problem) <= FEW_ROWS else (*others, *turned)
 
 
 def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ...]:
@@ -203,9 +205,15 @@ def heads_of(problem: CachedProblem) -> int:
     return min(1 << (problem.attention.group - 1).bit_length(), GROUP_ROWS)
 
 
+def rows_of(problem: CachedProblem) -> int:
+    """Rows of queries, each with the heads that are packed."""
+    return heads_of(problem) * problem.attention.seqlen_q
+
+
 def may_turn(problem: CachedProblem) -> bool:
     """Whether queries are few enough for products whose rows are keys."""
-    return heads_of(problem) * problem.attention.seqlen_q <= TURNED_ROWS[-1]
+    plain = problem.stored is None and not problem.shared
+    return rows_of(problem) <= (TURNED_ROWS[-1] if plain else FEW_ROWS)
 
 
 def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, parts: int) -> CachedTile:
