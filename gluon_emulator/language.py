@@ -91,7 +91,9 @@ def num_programs(axis: int) -> Scalar:
     return Scalar(here().block.count)
 
 
-def load(pointer: Pointer, mask: Any = None, other: float = 0.0, eviction_policy: str = "") -> torch.Tensor:
+def load(
+    pointer: Pointer, mask: Any = None, other: float = 0.0, eviction_policy: str = "", cache_modifier: str = ""
+) -> torch.Tensor:  # fmt: skip
     offset, mask = pointer.places(mask)
     if mask is None and offset.dim() == 0 and pointer.flat.dtype in (int32, int64):
         return Scalar(pointer.flat[offset].item())

@@ -468,10 +468,19 @@ def of_lane(x, number):
     )
 
 
+@gluon.jit
+def prefetch(pointers, wanted):
+    """Ask the L2 cache for the lines at these addresses, where `wanted`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers.to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 __all__ = [
     "abreast", "add_pairs", "afresh", "aggregate", "arrive_each", "choose_bytes", "fence_async_shared", "first_lane",
     "first_thread", "gl", "gluon", "keep_pairs", "keep_singles", "lane", "mbarrier", "named_arrive", "named_wait", "of_any",
-    "of_first_lane", "of_lane", "ones", "pack", "pack_e4m3", "raised", "rebased", "recast", "role_barrier", "row_products",
-    "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store", "uniform",
-    "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
+    "of_first_lane", "of_lane", "ones", "pack", "pack_e4m3", "prefetch", "raised", "rebased", "recast", "role_barrier",
+    "row_products", "scale_unless_one", "select_bits", "settled", "stay", "store_wait", "tma_add", "tma_load", "tma_store",
+    "uniform", "unpack_e4m3", "warpgroup_mma", "warpgroup_mma_wait", "zeros_of",
 ]  # fmt: skip

@@ -220,6 +220,7 @@ def install(seed: int = 0) -> None:
         first_lane=lambda own, other: own,
         first_thread=lambda own, other: own,
         of_first_lane=unchanged,
+        prefetch=lambda pointers, wanted: pointers.places(wanted),
         lane=lambda: torch.arange(32),
         of_lane=lambda x, number: language.Scalar(x[int(number)]) if x.dim() else x,
         **{word.__name__: word for word in WORDS},

@@ -15,6 +15,7 @@ from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stored import lowered
 from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached import turned
+from flashtile.kernels.sm90.cached.ahead import bring_ahead
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
 from flashtile.kernels.sm90.cached.producer import load
 from flashtile.kernels.sm90.cached.seat import DROP, STRIP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
@@ -72,9 +73,12 @@ class CachedRows(NamedTuple):
 
 
 @gluon.jit
-def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.constexpr):
+def consume(inputs, out_ptrs, strides, scales, table, lengths, mem, sizes, scale, T: gl.constexpr):
     """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
+    if T.ahead > 0:
+        if gl.program_id(0) < T.ahead:
+            bring_ahead(inputs, strides[0], table, lengths, sizes, T)
     await_stream(False)
     if T.split > 0 and not T.direct:
         let_next()
@@ -85,9 +89,9 @@ def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.
     if T.v_scale:
         v_scale = scale_of(scales[1], seat)
     if T.lowers:
-        scale = scale * load_lowered(q_ptr, strides[0], mem, seat, sizes, T)
+        scale = scale * load_lowered(inputs[0], strides[0], mem, seat, sizes, T)
     else:
-        load_queries(q_ptr, strides[0], mem, seat, sizes, T)
+        load_queries(inputs[0], strides[0], mem, seat, sizes, T)
     if SPLIT == 0:
         rows = before(T)
         if seat.first < seat.end:
@@ -300,14 +304,15 @@ UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", 
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
+def decode_hopper(k_desc, v_desc, inputs, out_ptrs, strides, scales, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
                   right, rest, T: gl.constexpr):  # fmt: skip
     """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
-    T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
-    total) of parts, as `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer
-    or None, its strides); lengths as `seat_of` has them; rest = (group, batch, scale).
+    T.converts all columns' bytes. inputs = (queries, and where T.ahead the pools: keys, their strides, values, theirs).
+    out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top, total) of parts, as
+    `device/decoding.py` has them. strides of q, out, sink; scales of keys and values, and table: (pointer or None, its
+    strides); lengths as `seat_of` has them; rest = (group, batch, scale).
     """
     ROWS: gl.constexpr = T.rows
     KIND: gl.constexpr = gl.float16 if T.converts else k_desc.dtype  # pyright: ignore[reportAssignmentType]
@@ -330,14 +335,20 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengt
             keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
     mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
     fence_async_shared()
-    sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
+    sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1], k_desc.shape[0])
     if T.apart:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), lengths, mem, sizes, rest[2] * LOG2E, T)),
+            (consume, (
+                settled(inputs), out_ptrs, settled(strides), settled(scales), (table[0], settled(table[1])), lengths, mem,
+                sizes, rest[2] * LOG2E, T,
+            )),
             (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
         ], [4], [T.pipeline.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), lengths, mem, sizes, rest[2] * LOG2E, T)),
+            (consume, (
+                settled(inputs), out_ptrs, settled(strides), settled(scales), (table[0], settled(table[1])), lengths, mem,
+                sizes, rest[2] * LOG2E, T,
+            )),
             (load, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
         ], [1], [T.pipeline.loader_registers])  # fmt: skip

@@ -58,7 +58,9 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
         values = keys if problem.one_pool else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
-        kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
+        tile = tile if problem.shared else replace(tile, ahead=choose.AHEAD_BLOCKS * device.sm_count)
+        pools = (Pointer("k"), Strides("k"), Pointer("v"), Strides("v")) if tile.ahead else ()
+        kernel, args = decode_hopper, (keys, values, (Pointer("q"), *pools), outputs, strides, scales, *sizes)
     forward = KernelCall(
         kernel, (programs * seen, 1, 1), args, (("T", tile),), 4, contracts=False,
         registers=launch.registers, early=True,
@@ -66,7 +68,7 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     calls = [forward]
     if sums:
         packing = Packing(heads, chunks, tile.page, split * parts if tile.folds else split, parts, True)
-        plain = replace(tile, parts=1, folds=False)  # the sum is the same kernel, whoever made the parts
+        plain = replace(tile, parts=1, folds=False, ahead=0)  # the sum is the same kernel, whoever made the parts
         calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split), device))
     notes = (
         f"decode tile {launch.spell()}, {heads} heads packed, boxes of {tile.box} rows",

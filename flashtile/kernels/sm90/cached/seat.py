@@ -32,18 +32,19 @@ class CachedSeat(NamedTuple):
 
 
 @gluon.jit
-def seat_of(number, lengths, sizes, T: gl.constexpr):
+def seat_of(number, lengths, sizes, T: gl.constexpr, AHEAD: gl.constexpr = False):
     """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items; sizes = (seqlen_q,
-    heads_kv, capacity, shares of an item's keys that blocks have, left, right).
+    heads_kv, capacity, shares of an item's keys that blocks have, left, right). AHEAD: lengths may still change.
     """
+    CACHES: gl.constexpr = ".cg" if AHEAD else ""  # pyright: ignore[reportAssignmentType]
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     item, token, share = whose(number, sizes, T)
     head = number % (sizes[1] * T.chunks)
     row = gl.to_tensor(0)
     if lengths[1] is not None:
-        row = gl.maximum(gl.load(lengths[1] + item), 0)
-    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item), sizes[2]) - row, 0)
+        row = gl.maximum(gl.load(lengths[1] + item, cache_modifier=CACHES), 0)
+    keys = gl.maximum(gl.minimum(gl.load(lengths[0] + item, cache_modifier=CACHES), sizes[2]) - row, 0)
     lo, full_lo, full_hi, hi, ends = tiles_seen(
         token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )

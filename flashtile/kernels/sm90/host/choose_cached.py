@@ -25,6 +25,7 @@ CONVERTER_REGISTERS = 56  # where it converts, too
 # 75 us with 256 programs of 2,048 keys, which are added up at once, and 84 with 512 of 1,024.
 PROGRAMS = 1.9
 LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
+AHEAD_BLOCKS = 3  # of a multiprocessor, that bring keys to the L2 cache while the kernel before ends: as many as run at a time
 APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
@@ -94,6 +95,7 @@ class CachedTile(Narrow):
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
+    ahead: int = 0  # blocks, the first ones, that bring keys to the L2 cache while the kernel before ends
 
     @property
     def may_start_empty(self) -> bool:
