@@ -39,6 +39,21 @@ VALUE_ROWS = gl.constexpr(16)  # of 8 bits that are converted at a time while ke
 
 
 @aggregate
+class Others:
+    """Where T.paired, what one who multiplies tells the other: that queries are there; sums of a part, [rows, columns]."""
+
+    queries: Channel
+    channel: Channel
+    acc: gl.shared_memory_descriptor
+    top: gl.shared_memory_descriptor
+    total: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, queries, channel, acc, top, total):
+        self.queries, self.channel, self.acc, self.top, self.total = queries, channel, acc, top, total
+
+
+@aggregate
 class CachedMemory:
     """Shared memory of a block: queries, [parts, rows, 64], and rings of key and value tiles, [stages x parts x boxes, 1, 1,
     rows of a box, 64], with the channels that fill them. Of 8 bits a box has all columns, and wide_k and wide_v, [places x
@@ -56,11 +71,12 @@ class CachedMemory:
     values: Channel
     loaded_k: Channel
     loaded_v: Channel
+    others: Others
 
     @gluon.constexpr_function
-    def __init__(self, q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v):
+    def __init__(self, q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v, others):
         self.q, self.p, self.k, self.v, self.wide_k, self.wide_v = q, p, k, v, wide_k, wide_v
-        self.keys, self.values, self.loaded_k, self.loaded_v = keys, values, loaded_k, loaded_v
+        self.keys, self.values, self.loaded_k, self.loaded_v, self.others = keys, values, loaded_k, loaded_v, others
 
 
 class CachedRows(NamedTuple):
@@ -92,26 +108,26 @@ def consume(inputs, out_ptrs, strides, scales, table, lengths, mem, sizes, scale
         scale = scale * load_lowered(inputs[0], strides[0], mem, seat, sizes, T)
     else:
         load_queries(inputs[0], strides[0], mem, seat, sizes, T)
+    if T.paired:
+        mem.others.queries.hand_over(0)
+    use, some = (gl.to_tensor(0), gl.to_tensor(0)), sums_of(before(T), v_scale, T)
     if SPLIT == 0:
-        rows = before(T)
         if seat.first < seat.end:
-            rows, _ = gone_through(gl.to_tensor(0), mem, seat, seat.first, seat.end, sizes, scale, T)
-        write(sums_of(rows, v_scale, T), out_ptrs, strides, seat, sizes, T)
+            some, _ = gone_through(use, mem, seat, seat.first, seat.end, sizes, scale, v_scale, T)
+        write(some, out_ptrs, strides, seat, sizes, T)
     else:
-        use = gl.to_tensor(0)
-        some = sums_of(before(T), v_scale, T)
         sums = some
         for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
             low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
             if low < high:
-                rows, use = gone_through(use, mem, seat, low, high, sizes, scale, T)
+                made, use = gone_through(use, mem, seat, low, high, sizes, scale, v_scale, T)
                 if T.folds:
-                    some = joined(some, sums_of(rows, v_scale, T), T)
+                    some = joined(some, made, T)
                     if T.crosses:
                         if (part + 1) % T.parts == 0:  # these are added up before they are added to others
                             sums, some = joined(sums, some, T), sums_of(before(T), v_scale, T)
                 else:
-                    store_part(sums_of(rows, v_scale, T), out_ptrs, part, seat, sizes, T)
+                    store_part(made, out_ptrs, part, seat, sizes, T)
         if T.crosses:
             some = joined(sums, some, T)
         if T.direct:
@@ -122,18 +138,67 @@ def consume(inputs, out_ptrs, strides, scales, table, lengths, mem, sizes, scale
 
 
 @gluon.jit
+def consume_others(lengths, mem, sizes, scale, T: gl.constexpr):
+    """Role, where T.paired: the second tile of every part, the fourth, and so on; sums are handed to who has the others."""
+    SPLIT: gl.constexpr = T.split
+    await_stream(False)
+    seat = seat_of(gl.program_id(0), lengths, sizes, T)
+    mem.others.queries.wait(0)
+    use, handed = gl.to_tensor(0), gl.to_tensor(0)
+    if SPLIT == 0:
+        if seat.end - seat.first > T.block_k:
+            hand(turned.walk_half(use, mem, seat, seat.first, seat.end, sizes, scale, 1, T), mem, handed, T)
+    else:
+        for part in range(seat.first // SPLIT, (gl.maximum(seat.end, seat.first) + SPLIT - 1) // SPLIT):
+            low, high = gl.maximum(seat.first, part * SPLIT), gl.minimum(seat.end, (part + 1) * SPLIT)
+            if high - low > T.block_k:
+                hand(turned.walk_half(use, mem, seat, low, high, sizes, scale, 1, T), mem, handed, T)
+                handed += 1
+            use += gl.cdiv(gl.maximum(high - low, 0), T.block_k)
+
+
+@gluon.jit
+def hand(rows, mem, number, T: gl.constexpr):
+    """Leave the sums of a part's other tiles where `taken` finds them."""
+    made = turned.summed(rows, 1.0, T)
+    mem.others.channel.claim(number)
+    mem.others.acc.store(made.acc)
+    mem.others.top.store(made.top)
+    mem.others.total.store(made.total)
+    mem.others.channel.hand_over(number)
+
+
+@gluon.jit
+def taken(rows, mem, number):
+    """What was handed, laid out as `rows` are."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, rows.acc.type.layout)  # pyright: ignore[reportAssignmentType]
+    mem.others.channel.wait(number)
+    made = Sums(mem.others.acc.load(rows.acc.type.layout), mem.others.top.load(ROWS), mem.others.total.load(ROWS))
+    mem.others.channel.release(number)
+    return made
+
+
+@gluon.jit
 def before(T: gl.constexpr):
     """The state before the first key."""
     return turned.nothing(T) if T.turned else nothing(T)
 
 
 @gluon.jit
-def gone_through(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
-    """(state, key tiles used) of the keys from low to high, of which there are some."""
-    if T.turned:
-        return turned.walk(use, mem, seat, low, high, sizes, scale, T)
+def gone_through(use, mem, seat, low, high, sizes, scale, v_scale, T: gl.constexpr):
+    """(`sums_of` the keys from low to high, of which there are some; use): key tiles used, and how often others were taken."""
+    if T.paired:
+        made, times = sums_of(turned.walk_half(use[0], mem, seat, low, high, sizes, scale, 0, T), v_scale, T), use[1]
+        if high - low > T.block_k:
+            made = joined(made, taken(made, mem, times), T)
+            times += 1
+        return made, (use[0] + gl.cdiv(high - low, T.block_k), times)
+    elif T.turned:
+        rows, tiles = turned.walk(use[0], mem, seat, low, high, sizes, scale, T)
+        return sums_of(rows, v_scale, T), (tiles, use[1])
     else:
-        return walk(use, mem, seat, low, high, sizes, scale, T)
+        rows, tiles = walk(use[0], mem, seat, low, high, sizes, scale, T)
+        return sums_of(rows, v_scale, T), (tiles, use[1])
 
 
 @gluon.jit
@@ -333,7 +398,15 @@ def decode_hopper(k_desc, v_desc, inputs, out_ptrs, strides, scales, table, leng
         wide_v = gl.allocate_shared_memory(KIND, [T.places * T.parts_v, T.block_k, STRIP], WIDE)
         if T.apart:
             keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
-    mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
+    others = Others(keys, keys, q, q, q)
+    if T.paired:
+        ONES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])  # pyright: ignore[reportAssignmentType]
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])  # pyright: ignore[reportAssignmentType]
+        acc = gl.allocate_shared_memory(gl.float32, [ROWS, T.columns_v], PLAIN)
+        top = gl.allocate_shared_memory(gl.float32, [ROWS], ONES)
+        total = gl.allocate_shared_memory(gl.float32, [ROWS], ONES)
+        others = Others(make_channel(1, 0), make_channel(1, 1), acc, top, total)
+    mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v, others)
     fence_async_shared()
     sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1], k_desc.shape[0])
     if T.apart:
@@ -344,6 +417,15 @@ def decode_hopper(k_desc, v_desc, inputs, out_ptrs, strides, scales, table, leng
             )),
             (load_and_convert, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
         ], [4], [T.pipeline.loader_registers])  # fmt: skip
+    elif T.paired:
+        gl.warp_specialize([
+            (consume, (
+                settled(inputs), out_ptrs, settled(strides), settled(scales), (table[0], settled(table[1])), lengths, mem,
+                sizes, rest[2] * LOG2E, T,
+            )),
+            (consume_others, (lengths, mem, sizes, rest[2] * LOG2E, T)),
+            (load, (k_desc, v_desc, table[0], settled(table[1]), lengths, mem, sizes, T)),
+        ], [4, 1], [T.pipeline.registers, T.pipeline.loader_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (

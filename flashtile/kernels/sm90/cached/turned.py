@@ -109,6 +109,19 @@ def walk(use, mem, seat, low, high, sizes, scale, T: gl.constexpr):
 
 
 @gluon.jit
+def walk_half(use, mem, seat, low, high, sizes, scale, WHO: gl.constexpr, T: gl.constexpr):
+    """TurnedRows of every other key tile from low to high: of WHO = 0 the first one, the third, and so on."""
+    BLOCK_K: gl.constexpr = T.block_k
+    rows = nothing(T)
+    use += WHO
+    for start in range(low + WHO * BLOCK_K, high, 2 * BLOCK_K):
+        rows = first_step(rows, mem, use, start, seat, sizes, scale, T)
+        rows = last_step(rows, mem, use, start, seat, T)
+        use += 2
+    return rows
+
+
+@gluon.jit
 def first_step(rows, mem, use, start, seat, sizes, scale, T: gl.constexpr):
     """The state after a key tile, whose values are yet to be added."""
     score = warpgroup_mma_wait(0, deps=[multiply_keys(mem, use, T)])

@@ -34,7 +34,8 @@ PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the e
 @dataclass(frozen=True)
 class CachedLaunch:
     """A tile choice: keys of a tile, tiles under way, registers of a thread where blocks share a multiprocessor; places of
-    8-bit tiles that who loads has converted, 0 where who multiplies converts them; whether keys are the rows of the products.
+    8-bit tiles that who loads has converted, 0 where who multiplies converts them; whether keys are the rows of the products;
+    whether two warpgroups multiply, every other tile each.
     """
 
     block_k: int = 64
@@ -42,6 +43,7 @@ class CachedLaunch:
     registers: int | None = 128
     places: int = 0
     turned: bool = False
+    paired: bool = False
 
     def rows_of(self, rows: int) -> int:
         """Rows of the queries' tile, of so many that there are."""
@@ -49,6 +51,7 @@ class CachedLaunch:
 
     def spell(self) -> str:
         words = [f"{self.block_k} keys turned" if self.turned else f"{GROUP_ROWS}x{self.block_k}", f"stages={self.stages}"]
+        words += ["in pairs"] if self.paired else []
         words += [f"places={self.places}"] if self.places else []
         return " ".join([*words, f"registers={self.registers}"] if self.registers else words)
 
@@ -93,6 +96,7 @@ class CachedTile(Narrow):
     rows: int = GROUP_ROWS  # of queries and heads
     turned: bool = False  # keys are the rows of products
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
+    paired: bool = False  # every other tile of a part is multiplied by another warpgroup
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
     ahead: int = 0  # blocks, the first ones, that bring keys to the L2 cache while the kernel before ends
@@ -161,7 +165,7 @@ def turned_tiles(problem: CachedProblem, narrow: bool) -> tuple[CachedLaunch, ..
     window 48 of narrow ones of 16 bits.
     """
     if problem.shared:
-        return (CachedLaunch(64, 2, None, turned=True),)
+        return CachedLaunch(64, 2, None, turned=True), CachedLaunch(64, 2, None, turned=True, paired=True)
     if problem.stored is None:
         two, three = CachedLaunch(64, 2, turned=True), CachedLaunch(64, 3, turned=True)
         if not narrow:
@@ -216,13 +220,13 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
     pipeline = CachedPipeline(launch.stages, launch.places, CONVERTER_REGISTERS if launch.places else LOADER_REGISTERS)
-    if problem.shared and not launch.turned:
+    if launch.paired or (problem.shared and not launch.turned):
         pipeline = CachedPipeline(launch.stages, 0, 24)
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
         Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
-        turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
+        turned=launch.turned, paired=launch.paired, latent=problem.shared, rest_apart=problem.apart,
     )  # fmt: skip
 
 
