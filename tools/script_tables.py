@@ -48,8 +48,10 @@ FILES = {  # file -> what its rows are
     "abreast, of 128 columns, and keeps six tiles under way where a program is alone; `SUM_ELEMENTS=128` "
     "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
     "the old way, `ABREAST=1`.",
-    "cached-hopper-short-h200": "Changes for short cells, and without those named; `ahead=0` is kept (lab, decoding 25).",
-    "decode-profile-h200": "Replays with one thing changed, and counters by Nsight Compute, on cold caches (lab, decoding 31).",
+    "cached-hopper-short-h200": "Changes for short cells, and without those named; `ahead=0` is kept (lab, decoding 27).",
+    "cached-hopper-whole-h200": "Whole items where lengths are alike, and 32 rows of queries, by all tiles beside FlashAttention-4 "
+    "(lab, decoding 34 and 35). `first`: without the launch that adds up; `regs`, `elements`: its registers, and numbers of a program.",
+    "decode-profile-h200": "Replays with one thing changed, and counters by Nsight Compute, on cold caches (lab, decoding 33).",
     "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, "
     "which has newer rows of most: `benchmarks/cached.py`. SDPA is "
     "given a mask where items differ or queries are several, and of a window its keys alone.",
@@ -62,7 +64,7 @@ FILES = {  # file -> what its rows are
     "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
     "Latents of b7f45bfc are of a tree with a change that the next commit made: values are added at once.",
     "cached-hopper-peers-h200": "Ours beside SDPA's kernels, FlashAttention-4 and flashinfer 0.7.4 in one rotation (lab, "
-    "decoding 26): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
+    "decoding 26 and 34): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
     "Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of SDPA's "
     "two kernels.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
