@@ -49,8 +49,9 @@ FILES = {  # file -> what its rows are
     "has 32 columns. That, with three tiles, is what the library does since, in the later rows, beside "
     "the old way, `ABREAST=1`.",
     "cached-hopper-short-h200": "Changes for short cells, and without those named; `ahead=0` is kept (lab, decoding 27).",
-    "cached-hopper-whole-h200": "Whole items where lengths are alike, and 32 rows of queries, by all tiles beside FlashAttention-4 "
-    "(lab, decoding 34 and 35). `first`: without the launch that adds up; `regs`, `elements`: its registers, and numbers of a program.",
+    "cached-hopper-whole-h200": "Whole items where lengths are alike, and 32 rows of queries, by all tiles beside "
+    "FlashAttention-4 (lab, decoding 34 and 35). `first`: without the launch that adds up; `regs`, `elements`: its registers, "
+    "and numbers of a program.",
     "decode-profile-h200": "Replays with one thing changed, and counters by Nsight Compute, on cold caches (lab, decoding 33).",
     "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, "
     "which has newer rows of most: `benchmarks/cached.py`. SDPA is "
@@ -64,9 +65,9 @@ FILES = {  # file -> what its rows are
     "and 19): `benchmarks/cached.py`, tiles of choice. Without a tile's name caches of e4m3 are turned, from b7f45bfc on all. "
     "Latents of b7f45bfc are of a tree with a change that the next commit made: values are added at once.",
     "cached-hopper-peers-h200": "Ours beside SDPA's kernels, FlashAttention-4 and flashinfer 0.7.4 in one rotation (lab, "
-    "decoding 26 and 34): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), its "
-    "Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of SDPA's "
-    "two kernels.",
+    "decoding 26 and 34): `benchmarks/cached.py --cells`. flashinfer's kernels: with tensor cores (`fa2`), without (`cores`), "
+    "its Hopper prefill with one query (`fa3`), XQA; latents by its MLA wrapper. `of_best` is of all of them, `of_sdpa` of "
+    "SDPA's two kernels.",
     "padded-h200": "Contiguous caches that are padded on the left, told by the row of their first key and by a mask: "
     "`python -m benchmarks padded`. `whole` is the same call without padding, of 1.14 times as many keys at 64 items.",
     "cached-repeats-h200": "Calls over a cache whose bits a thousand repeats do not change: `python -m "
@@ -412,12 +413,12 @@ WATCHED = ("max_logit", "entropy", "Mass(last=64)")  # forwards with one of thes
 
 def _watched(folder: Path) -> dict[tuple[str, str], list[float]]:
     """What statistics add to a forward on an H200, in percent of it: (shape, mask) -> one number of each."""
-    rows = {(row["shape"], row["mask"], row["what"]): row for row in read(folder / "derivatives-h200.csv")}
-    found = dict[tuple[str, str], list[float]]()
-    for shape, mask in [(shape, mask) for shape, mask, what in rows if what == f"forward with {WATCHED[0]}"]:
-        plain = float(rows[shape, mask, "forward"]["ms"])
-        found[shape, mask] = [100 * (float(rows[shape, mask, f"forward with {w}"]["ms"]) / plain - 1) for w in WATCHED]
-    return found
+    runs = dict[tuple[str, str, str], dict[str, float]]()  # plain forwards of other runs are not what stands beside them
+    for row in read(folder / "derivatives-h200.csv"):
+        runs.setdefault((row["shape"], row["mask"], row["commit"]), {})[row["what"]] = float(row["ms"] or "nan")
+    names = [f"forward with {what}" for what in WATCHED]
+    watched = {key[:2]: ms for key, ms in runs.items() if set(names) <= set(ms)}
+    return {key: [100 * (ms[name] / ms["forward"] - 1) for name in names] for key, ms in watched.items()}
 
 
 def statistics(folder: Path) -> str:
