@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,9 +172,12 @@ def test_models_are_told_by_the_suite_s_shapes_and_a_step_of_one_is_added_up_by_
     cudnn, fa4 = (f"{peer / ours:.2f}x" for peer in peers)
     (line,) = (line for line in front_page.models(folder).splitlines() if line.startswith("| Llama 3 8B |"))
     assert line.endswith(f" {cudnn} | {fa4} |")
-    said = shapes.legend(read_bench(folder / f"{front_page.TRAINED}.csv"))
+    timed = read_bench(folder / f"{front_page.TRAINED}.csv")
+    assert shapes.legend(timed).endswith(", ViT-L `B64 H16 S577 D64 full bf16`")
+    lost = [replace(r, status="skipped", reason="no time", ms=None, tflops=None) if "577" in r.spelling else r for r in timed]
+    said = shapes.legend(lost)
     assert "Llama 3 8B `B2 H32/8 S8192 D128 causal bf16`, " in said
-    assert said.endswith("(the budget of 80 s was used up): ViT-L `B64 H16 S577 D64 full bf16`")
+    assert said.endswith("(no time): ViT-L `B64 H16 S577 D64 full bf16`")
 
 
 def test_a_combination_counts_where_its_features_met_and_a_backward_ran(tmp_path: Path) -> None:
@@ -203,16 +207,16 @@ def test_gains_of_blocks_and_bounds_of_large_scores_are_added_up_by_hand() -> No
 def test_builds_are_told_of_by_rows_of_several_processes(tmp_path: Path) -> None:
     """A row of one process is no word on a build; the worst host's time stands with how far the base lies apart."""
     rows = ["cell,pass,unit,of_base,spread,starts,commit"]
-    rows += [f"costs-{name},{which},ms,{ratio},1.01,5,abc" for name in ("bias", "dropout")
+    rows += [f"costs-{name},{which},ms,{ratio},1.01,5,new" for name in ("bias", "dropout")
              for which, ratio in (("forward", 1.25), ("backward", 1.5))]  # fmt: skip
     rows += ["host,forward,host_us,3.0,1.5,1,old", "costs-bias,forward,ms,3.0,1.5,1,old"]
     rows += [
-        f"host-{i},both,host_us,{ratio},{spread},5,abc" for i, (ratio, spread) in enumerate(((1.2, 1.3), (0.9, 1.1), (1.1, 1)))
+        f"host-{i},both,host_us,{ratio},{spread},5,new" for i, (ratio, spread) in enumerate(((1.2, 1.3), (0.9, 1.1), (1.1, 1)))
     ]
     (tmp_path / "builds-h200.csv").write_text("\n".join(rows))
     said = script_tables.builds(tmp_path).replace("\n", " ")
     assert "with a bias take 1.250 and 1.500 of their time at c6ffcb5" in said
-    assert "abc, medians of 5 processes" in said
+    assert "(causal; medians of 5 processes a build)" in said
     assert "0.900 to 1.100 of c6ffcb5's in 2 cases, and 1.200 in one, where c6ffcb5's own processes lie 1.300 apart" in said
 
 

@@ -26,11 +26,22 @@ def decoding_rows(folder: Path, lengths: str = "") -> list[Row]:
     """Ours of one query over a cache beside the best of SDPA's kernels, by the library's own choice of a tile, the newest of
     each cell: items of such lengths, equal ones by default."""
     found = dict[tuple[str, ...], Row]()
-    for row in sorted(read(folder / "cached-hopper-turned-h200.csv"), key=lambda row: row["date"]):
+    for row in sorted(beside_sdpa(folder), key=lambda row: row["date"]):
         ours = re.fullmatch(r"flashtile/(contiguous|\d+)", row["provider"])
         if ours and row["of_best"] and row["queries"] == "1" and row["lengths"] == lengths:
             found[tuple(row[name] for name in ("model", "batch", "keys", "window", "provider"))] = row
     return list(found.values())
+
+
+def beside_sdpa(folder: Path) -> list[Row]:
+    """Rows whose `of_best` is beside SDPA's kernels: of rotations with others `of_sdpa`, of variants those that were kept."""
+    kept = " ahead=0"
+    short = [row for row in read(folder / "cached-hopper-short-h200.csv") if row["provider"].endswith(kept)]
+    return [
+        *read(folder / "cached-hopper-turned-h200.csv"),
+        *({**row, "provider": row["provider"].removesuffix(kept)} for row in short),
+        *({**row, "of_best": row["of_sdpa"]} for row in read(folder / "cached-hopper-peers-h200.csv")),
+    ]
 
 
 def uneven_decoding(folder: Path) -> str:
@@ -75,7 +86,7 @@ def rotated(folder: Path) -> str:
 
 def drafts(folder: Path) -> str:
     """Four queries of each of 64 items over a contiguous cache, the newest row: a few words of docs/limits.md."""
-    every = read(folder / "cached-hopper-turned-h200.csv")
+    every = [row for row in beside_sdpa(folder) if row["lengths"] == "" and row["of_best"]]
     asked = [row for row in every if (row["queries"], row["batch"], row["provider"]) == ("4", "64", "flashtile/contiguous")]
     row = max(asked, key=lambda row: row["date"])
     return f"{float(row['us']):.0f} us, {float(row['of_best']):.1f} times SDPA's best speed"

@@ -123,11 +123,11 @@ def slower(folder: Path) -> str:
     of_one, of_pages = (
         [float(row["of_best"]) for row in rows if row["provider"] == f"flashtile/{kind}"] for kind in ("contiguous", "16")
     )
-    add("decoding one query, equal lengths", f"contiguous cache {_mean(of_one)}, pages of 16 {_mean(of_pages)}",
-        "the best of SDPA's kernels", rows, "H200")  # fmt: skip
     several, latents = (decoding_tables.rotation(folder)[kind] for kind in ("several", "mla-16"))
     of_each = [_mean([float(row["of_best"]) for row in some]) for some in (several, latents)]
-    add("decoding 2 to 8 queries; latents of 16 heads", "; ".join(of_each), "FlashAttention-4; flashinfer", several, "H200")
+    add("decoding: one query, equal lengths; 2 to 8 queries; latents of 16 heads",
+        f"{_mean(of_one)}, pages of 16 {_mean(of_pages)}; {'; '.join(of_each)}", "SDPA; FlashAttention-4; flashinfer",
+        [*rows, *several], "H200")  # fmt: skip
     head = script_tables.head_rows(folder)
     ours, theirs = head["flashtile"], head["compiled"]
     share, memory = float(theirs["ms"]) / float(ours["ms"]), float(ours["peak_mb"]) / float(theirs["peak_mb"])

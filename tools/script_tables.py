@@ -298,11 +298,11 @@ def builds(folder: Path) -> str:
     told = {(row["cell"], row["pass"]): f"{float(row['of_base']):.3f}" for row in rows}
     *others, worst = sorted((row for row in rows if row["unit"] == "host_us"), key=lambda row: float(row["of_base"]))
     least, most = (f"{float(row['of_base']):.3f}" for row in (others[0], others[-1]))
-    starts, commit = (" and ".join(sorted({row[name] for row in rows})) for name in ("starts", "commit"))
+    starts = " and ".join(sorted({row["starts"] for row in rows}))
     of = {name: " and ".join(told[f"costs-{name}", which] for which in ("forward", "backward")) for name in ("bias", "dropout")}
     return fill(
         f"On an H200 forward and backward with a bias take {of['bias']} of their time at c6ffcb5, with dropout {of['dropout']} "
-        f"(causal; {commit}, medians of {starts} processes a build). A bias' passes note which rows have scores of 10^3 and "
+        f"(causal; medians of {starts} processes a build). A bias' passes note which rows have scores of 10^3 and "
         "more, and launches behind them compute these again: one behind a forward, two behind a backward. The host's time of "
         "a small call is "
         f"{least} to {most} of c6ffcb5's in {len(others)} cases, and {float(worst['of_base']):.3f} in one, where c6ffcb5's own "
