@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from flashtile.torch.cache.attention import attention_cached, problem_of
 from flashtile.torch.cache.tensors import check_lengths, check_pools, check_table, gather, int32
 from flashtile.torch.call.stored import Scales, check_scales, is_shared
 from flashtile.torch.execute.bound import DTYPES
-from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.execute.plain import is_compiling, is_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,8 @@ class PagedCache:
             k_scale=self.k_scale, v_scale=self.v_scale, backend=backend,
         )  # fmt: skip
         added = k.shape[1] if cu_seqlens is None else (cu_seqlens[1:] - cu_seqlens[:-1]).to(self.seqused.dtype)
+        if is_compiling():  # PyTorch 2.11 does not follow what is below
+            return replace(self, seqused=self.seqused + added)
         made = object.__new__(type(self))  # `replace` would look at all tensors again, which takes as long as the append
         made.__dict__.update(self.__dict__, seqused=self.seqused + added)
         return made
