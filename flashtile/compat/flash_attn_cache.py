@@ -16,7 +16,7 @@ from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.ops.position import rotary
 from flashtile.problem.attention import MAX_HEAD_DIM
 from flashtile.problem.number import plain, told
-from flashtile.torch.cache.append import append_to_cache
+from flashtile.torch.cache.append import append_to_cache, check_pair
 from flashtile.torch.cache.attention import attention_cached, check_call
 from flashtile.torch.cache.known import lengthened
 from flashtile.torch.cache.latent import check_latents
@@ -105,7 +105,9 @@ class Fresh:
         k, v = self.k, self.v
         if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or self.cu_seqlens is not None:
             return False
-        if k.dtype is not q.dtype or k.dim() != 4 or k.shape[0] != q.shape[0] or self.seqlens is not None:
+        if any(t.dim() != 4 for t in (k, cache.k, cache.v)) or k.dtype is not q.dtype:
+            return False
+        if k.shape[0] != q.shape[0] or self.seqlens is not None:
             return False
         if self.cos is not None and (k.shape[1] != q.shape[1] or not (moves or q.shape[1] == 1)):
             return False
@@ -205,6 +207,7 @@ def attend(
             how |= {"append": (fresh.k, fresh.v), "rotary": rotary}
         elif fresh.k is not None and fresh.v is not None:
             fresh_cu = None if fresh.cu_seqlens is None else int32("cu_seqlens_k_new", fresh.cu_seqlens, q, batch + 1)
+            check_pair((fresh.k, fresh.v), cache.k, cache.v, fresh_cu is not None)
             k, turn = fresh.k, None
             if fresh.cos is not None:
                 turn = None if fresh.seqlens is not None else (fresh.cos, fresh.sin, fresh.interleaved)

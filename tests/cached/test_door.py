@@ -151,6 +151,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "k_cache has 1 items and the batch 2"),
     ({"block_table": None, "cache_seqlens": 3, "cache_leftpad": torch.tensor([5, 0])}, "cache_leftpad[0] is 5"),
     ({"k_cache": torch.randn(6, 4, 2)}, "k_cache has shape (6, 4, 2)"),
+    ({"k_cache": torch.randn(6, 4, 2), **NEW}, "k_cache has shape (6, 4, 2); it must be (pages"),
+    ({"k": torch.randn(2), "v": torch.randn(2)}, "k has shape (2,)"),
     ({"block_table": TABLE[:1].expand(2, 3), "cache_seqlens": 2, **NEW}, "block_table gives two new keys, of items 0 and 1"),
     ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 1]), **NEW},
      "cache_batch_idx gives two new keys, of items 0 and 1, one place: page 1, row 3"),
