@@ -325,7 +325,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; it must be ({tables.used.shape[0] * each}, heads, head_dim).")
         scales, wants_lse = (q_scale, k_scale, v_scale), return_lse or lse is not None
         wide = q.unsqueeze(1) if each == 1 else q.unflatten(0, (-1, each))  # which takes four times as long
-        into = out.view(wide.shape) if takes(out, q, v_scale) else None
+        into = out.view(wide.shape) if takes(out, q, v_scale, sinks) else None
         made, sums = self._attend(wide, paged_kv_cache, None, window_left, scales, sinks, into, wants_lse)
         made, sums = made.flatten(0, 1) if into is None else out, None if sums is None else sums.transpose(0, 1).flatten(1)
         return answer(made, sums, (out, lse), v_scale, return_lse, ("log2", "NH"))
@@ -391,7 +391,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
         wants_lse = return_lse or lse is not None
-        into, scales = out if takes(out, q, v_scale) else None, (q_scale, k_scale, v_scale)
+        into, scales = out if takes(out, q, v_scale, sinks) else None, (q_scale, k_scale, v_scale)
         made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, scales, sinks, into, wants_lse)
         return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 

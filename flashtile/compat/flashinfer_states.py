@@ -45,9 +45,11 @@ def answer(out: torch.Tensor, lse: Any, into: tuple[Any, Any], v_scale: Any, ret
     return (out, lse) if return_lse else out
 
 
-def takes(out: Any, q: torch.Tensor, v_scale: Any) -> bool:
-    """Whether kernels may write the result there; else it is copied, or refused."""
+def takes(out: Any, q: torch.Tensor, v_scale: Any, sinks: Any) -> bool:
+    """Whether kernels may write the result there; else it is copied, as with gradients, or refused."""
     if not isinstance(out, torch.Tensor) or not (v_scale is None or isinstance(v_scale, torch.Tensor)):
+        return False
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, sinks)):
         return False
     return out.shape == q.shape and out.dtype is q.dtype and out.device == q.device and out.is_contiguous()
 

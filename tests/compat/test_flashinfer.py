@@ -79,6 +79,9 @@ def test_decode(size: int, layout: str, joined: bool) -> None:
     into = torch.empty_like(q), torch.empty(4, 4)
     wrapper.run(q, pages.cache, out=into[0], lse=into[1])  # which writes both
     close(into, wrapper.run_return_lse(q, pages.cache))
+    wrapper.run(q.clone().requires_grad_(), pages.cache, out=into[0].fill_(torch.nan))  # a copy, which has gradients
+    close(into[:1], wrapper.run_return_lse(q, pages.cache)[:1])
+    assert into[0].requires_grad
 
 
 def test_several_queries_of_a_request_that_decodes() -> None:
