@@ -97,6 +97,7 @@ def test_the_places_of_a_windows_parts_change_no_bit(window: Any, device: torch.
     pytest.importorskip("triton", reason="Triton is not installed")
     generator = torch.Generator().manual_seed(1)
     k, v = (torch.randn(3, 3000, 1, 16, generator=generator).half().to(device) for _ in "kv")
+    v[0, 1800, 0, 3] = torch.inf  # before that border, in both wide windows
     q = torch.randn(3, 2, 16, 16, generator=generator).half().to(device)
     how: dict[str, Any] = dict(window=window, split=128, return_lse=True, options=flashtile.Options(backend="triton"))
     how["seqused_k"] = torch.tensor([2348, 1400, 0], device=device)
@@ -108,6 +109,7 @@ def test_the_places_of_a_windows_parts_change_no_bit(window: Any, device: torch.
         return flashtile.attention_cached(q, k, v, **how)
 
     few = run()
+    assert (few[0][0, :, :, 3] == torch.inf).all() == (window[0] > 2)
     monkeypatch.setattr(decoding, "near_of", lambda *given: 0)
     assert all(torch.equal(a, b) for a, b in zip(few, run(), strict=True))
     assert len(planned) == 1

@@ -178,14 +178,14 @@ def decode_combine(part_ptrs, out_ptrs, sink_ptr, strides, lengths, seqlen_q, ba
     if NEAR > 0:
         begin = lo // SPLIT
         border = (begin // PARTS + 1) * PARTS  # before which parts are added up by themselves
-        behind = empty_rows(ROWS, COLUMNS, T)
+        some = empty_rows(ROWS, COLUMNS, T)
         for i in tl.static_range(NEAR):
+            behind = begin + i == border
+            rows = chosen(behind, some, rows)
+            some = chosen(behind, empty_rows(ROWS, COLUMNS, T), some)
             there = (begin + i < tl.cdiv(hi, SPLIT)) & counts
-            some = load_part(part_ptrs, (begin + i).to(tl.int64) * rows_of_part + place, value, there, T)
-            before = begin + i < border
-            rows = joined(rows, Rows(some.acc, tl.where(before, some.top, float("-inf")), some.total), T)
-            behind = joined(behind, Rows(some.acc, tl.where(before, float("-inf"), some.top), some.total), T)
-        rows = joined(rows, behind, T)
+            some = joined(some, load_part(part_ptrs, (begin + i).to(tl.int64) * rows_of_part + place, value, there, T), T)
+        rows = joined(rows, some, T)
     else:
         for start in tl.range(lo // SPLIT // PARTS * PARTS, tl.cdiv(hi, SPLIT), PARTS * SUMS * ABREAST):
             some = empty_rows(ROWS * ABREAST, COLUMNS, T)
@@ -222,6 +222,14 @@ def all_alike(lengths, batch, capacity, PACK: tl.constexpr):
         row = tl.maximum(tl.load(lengths[2] + item), 0)
     keys = tl.maximum(tl.minimum(tl.load(lengths[1] + item), capacity) - row, 0)
     return alike(tl.min(keys, 0), tl.max(keys, 0))
+
+
+@jit
+def chosen(first, one, other):
+    """One state if `first`, else the other, to the bit: a part whose values are infinite would make NaN of a weight of 0."""
+    return Rows(
+        tl.where(first, one.acc, other.acc), tl.where(first, one.top, other.top), tl.where(first, one.total, other.total)
+    )
 
 
 @jit
