@@ -55,7 +55,7 @@ FILES = {  # file -> what its rows are
     "decode-profile-h200": "Replays with one thing changed, and counters by Nsight Compute, on cold caches (lab, decoding 33).",
     "cached-queries-h200": "Several queries, lognormal lengths, a window, by the kernel before cached-hopper-turned-h200, "
     "which has newer rows of most: `benchmarks/cached.py`. SDPA is "
-    "given a mask where items differ or queries are several, and of a window its keys alone.",
+    "given a mask where items differ or several queries have a window, and of a window its keys alone.",
     "generation-h200": "transformers' `generate` of a Llama of 1B's shape with random weights and a static "
     "cache of `keys` places: `python -m benchmarks generation --sections generate --compile`. `of_sdpa`: "
     "tokens a second over those of transformers' own sdpa; `kernels`: which backend reads the cache.",
