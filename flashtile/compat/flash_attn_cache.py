@@ -47,7 +47,7 @@ class Cache:
 
     def lengths(self, batch: int, device: torch.device) -> torch.Tensor:
         """cache_seqlens of every item."""
-        columns = 1 if self.table is None else self.table.shape[1]
+        columns = 1 if self.table is None else (1, *self.table.shape)[-1]  # whose axes are counted later
         capacity, seqlens = self.k.shape[1] * columns, self.seqlens
         if isinstance(seqlens, torch.Tensor):
             return int32("cache_seqlens", seqlens, self.k, batch)

@@ -142,6 +142,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache_seqlens": LENGTHS.float()}, "cache_seqlens is torch.float32"),
     ({"block_table": TABLE.long()}, "block_table is torch.int64; it must be int32: block_table.int()"),
     ({"block_table": TABLE[:1]}, "block_table has shape (1, 3)"),
+    ({"block_table": TABLE[0]}, "block_table has shape (3,)"),
     ({"block_table": TABLE + 3}, "block_table[1] names page 8"),
     ({"block_table": None, "cache_seqlens": 3, "cache_batch_idx": torch.tensor([1, 2**32 + 1])},
      "cache_batch_idx holds 4294967297"),
