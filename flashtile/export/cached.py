@@ -147,7 +147,7 @@ def cached_entries(name: str, export: CachedExport) -> list[Entry]:
     def forward(sizes: Sizes, device: Device) -> Plan:
         problem, place = export.at(sizes), replace(device, sm_count=sizes["sm_count"])
         return first_of(GPU_BACKENDS, lambda each: each.unsupported_cached(problem, place), export.problem, place).cached(
-            problem, place
+            problem, place, general=True
         )
 
     def append(sizes: Sizes, device: Device) -> Plan:

@@ -107,6 +107,9 @@ class Backend(Protocol):
         """Reasons why this backend cannot attend over a cache, or write into it, there; empty when it can."""
         ...
 
-    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
-        """Plan from q, the pools k and v, their table and lengths to out and lse; or from new k, v and slots into the pools."""
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device, general: bool = False) -> Plan:
+        """Plan from q, the pools k and v, their table and lengths to out and lse; or from new k, v and slots into the pools.
+
+        general: the sizes stand for others (exported C), so that no choice takes more than to compare them.
+        """
         ...

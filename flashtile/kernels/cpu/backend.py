@@ -147,7 +147,7 @@ class CpuBackend:
         p = problem.attention
         return self.unsupported(replace(p, head_dim=p.head_dim_v) if problem.shared else p, device) + problem.remedies
 
-    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device, general: bool = False) -> Plan:
         from flashtile.kernels.cpu.cached import plan_append, plan_cached
 
         return plan_append(problem) if isinstance(problem, AppendProblem) else plan_cached(problem)

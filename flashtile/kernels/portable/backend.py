@@ -224,7 +224,7 @@ class TritonBackend:
         )
         return self.unsupported(slim, device) + cached.refusals(problem, device)
 
-    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device, general: bool = False) -> Plan:
         return plan_append(problem) if isinstance(problem, AppendProblem) else cached.plan_cached(problem, device)
 
 

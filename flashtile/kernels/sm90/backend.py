@@ -410,9 +410,9 @@ class HopperBackend:
         reason = NO_TRITON if _triton.VERSION is None else gluon_refusal()
         return [reason] if reason else cached_refusals(problem)
 
-    def cached(self, problem: CachedProblem | AppendProblem, device: Device) -> Plan:
+    def cached(self, problem: CachedProblem | AppendProblem, device: Device, general: bool = False) -> Plan:
         assert isinstance(problem, CachedProblem), problem
-        return plan_cached(problem, device, self.name)
+        return plan_cached(problem, device, self.name, general=general)
 
 
 BACKEND = HopperBackend()

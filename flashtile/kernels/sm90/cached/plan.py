@@ -14,8 +14,10 @@ from flashtile.plan.device import Device
 from flashtile.problem.cache import CachedProblem
 
 
-def plan_cached(problem: CachedProblem, device: Device, name: str, launch: CachedLaunch | None = None) -> Plan:
-    """The forward of one launch, or of parts and their sum; `launch` overrides the tile."""
+def plan_cached(
+    problem: CachedProblem, device: Device, name: str, launch: CachedLaunch | None = None, general: bool = False
+) -> Plan:
+    """The forward of one launch, or of parts and their sum; `launch` overrides the tile. general: no block has whole items."""
     from flashtile.kernels.sm90.cached.kernel import decode_hopper
     from flashtile.kernels.sm90.cached.latent import decode_latent
 
@@ -58,8 +60,8 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
         kernel, args = decode_latent, (queries, latents, keys, outputs, strides, *sizes)
     else:
         values = keys if problem.one_pool else Descriptor("v", (1, 1, tile.box, tile.copied_columns_v))
-        if seen > 1 and choose.may_be_whole(problem, tile, programs, device):
-            tile = replace(tile, whole=1 << (-(-p.batch // 32) - 1).bit_length(), crosses=True)
+        if seen > 1 and not general and choose.may_be_whole(problem, tile, programs, device):
+            tile = replace(tile, whole=choose.WHOLE_ITEMS, crosses=True)
             outputs = (*outputs, (Pointer("out"), Pointer("lse"), sink))
         kernel, args = decode_hopper, (keys, values, Pointer("q"), outputs, strides, scales, *sizes)
     forward = KernelCall(
@@ -69,7 +71,7 @@ def plan_cached(problem: CachedProblem, device: Device, name: str, launch: Cache
     calls = [forward]
     if sums:
         keys_of_part = split * parts if tile.folds else split
-        packing = Packing(heads, chunks, tile.page, keys_of_part, parts, True, whole=32 * tile.whole)
+        packing = Packing(heads, chunks, tile.page, keys_of_part, parts, True, whole=tile.whole)
         plain = replace(tile, parts=1, folds=False, crosses=False, whole=0)  # the same sum, whoever made the parts
         calls.append(combine_call(problem, packing, plain, 1 if tile.folds else group_of(split), device))
     notes = (

@@ -89,7 +89,7 @@ def whose_alone(number, sizes, T: gl.constexpr):
 @gluon.jit
 def all_alike(lengths, sizes, T: gl.constexpr):
     """Whether items' keys are `alike`: a lane of a warp has each 32nd item."""
-    CHUNKS: gl.constexpr = T.whole
+    CHUNKS: gl.constexpr = T.whole // LANES
     least, most = gl.to_tensor(sizes[2]), gl.to_tensor(0)
     for chunk in gl.static_range(CHUNKS):  # whose loads are all under way
         _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes[7] - 1), lengths, sizes[2])

@@ -27,7 +27,7 @@ CONVERTER_REGISTERS = 56  # where it converts, too
 PROGRAMS = 1.9
 LATENT_PROGRAMS = 0.9  # of which one runs at a time: of 64 items of 4,096 keys 128, of 2,048 keys each, for 132 multiprocessors
 FULL_ROUNDS = 0.95  # of the places of the last round of programs, and those before it, that are to be taken
-WHOLE_ITEMS = 128  # at most, of which every block reads the lengths
+WHOLE_ITEMS = 128  # at most, four a lane, of which every block reads the lengths
 APART_PAGE = 64  # rows of a page from which on the role that loads 8 bits converts them: 64 x 8192 in e4m3, 396 us beside 433
 WIDENED = ("e4m3", "e5m2")  # stored numbers of 8 bits that fp16 is made of
 PLAIN = Form(prescale=False, adds=0, curved=False)  # scores are scaled in the exponent, whatever the sign of the scale
@@ -97,9 +97,7 @@ class CachedTile(Narrow):
     crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
-    whole: int = (
-        0  # where not 0, blocks have all keys of an item if lengths are alike; there are 32 times as many items at most
-    )
+    whole: int = 0  # where not 0, blocks have all keys of an item if lengths are alike; items are so many at most
 
     @property
     def may_start_empty(self) -> bool:
