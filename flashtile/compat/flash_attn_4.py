@@ -7,6 +7,7 @@ and num_splits are hints that change no result.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -110,9 +111,10 @@ def _over_a_cache(
     q, k, _ = three
     if used is None:
         batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        rows = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+        rows = prod(k.shape[1:2]) * (1 if page_table is None else (1, *page_table.shape)[-1])  # axes are counted later
         used = torch.full((batch,), rows, dtype=torch.int32, device=q.device)
-    with saying({"split": "seqlen_k_per_split", "page_table": "page_table" if page_table is not None else "k"}):
+    named = {"k_cache": "k", "v_cache": "v", "page_table": "page_table" if page_table is not None else "k"}
+    with saying({"split": "seqlen_k_per_split", **named}):
         out, lse = attention_cached(*three, page_table, seqused_k=used, cu_seqlens_q=cu_q, split=split, return_lse=True, **how)
     return out, lse if return_lse else None
 

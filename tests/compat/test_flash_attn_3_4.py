@@ -304,6 +304,10 @@ def test_version_4_reads_pages_and_padded_keys(place: torch.device) -> None:
         fa4.flash_attn_varlen_func(q, *pools, page_table=table, seqlen_k_per_split=100)
     with pytest.raises(InvalidProblem, match=r"page_table is torch\.int64"):
         fa4.flash_attn_varlen_func(q, *pools, page_table=table.long())
+    with pytest.raises(InvalidProblem, match="page_table has shape"):
+        fa4.flash_attn_varlen_func(q, *pools, page_table=table[0])
+    with pytest.raises(InvalidProblem, match="k has shape"):
+        fa4.flash_attn_varlen_func(q, k[0, 0, 0], v, page_table=table)
 
 
 def test_e4m3_is_rotated() -> None:
