@@ -163,7 +163,7 @@ def tile_of_keys(program, in_ptrs, grad_ptrs, strides, spans, band, scale, score
     BLOCK_K: tl.constexpr = T.block_k
     COLUMNS: tl.constexpr = T.columns
     COLUMNS_V: tl.constexpr = T.columns_v
-    seqlen_q, _, heads, group = spans
+    seqlen_q, heads, group = spans.q, spans.heads, spans.group
     left, right = band[0], band[1]
     heads_kv = heads // group
     head_kv, item, sizes, batch, column, shift, queries_of = key_tile(program, region, spans, heads_kv, band, T)
@@ -342,7 +342,7 @@ def tile_of_queries(program, in_ptrs, strides, spans, band, scale, args, region,
     WIDTH: tl.constexpr = T.width
     WIDE = tl.float64 if T.wide else tl.float32
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dlse_ptr, sink_ptr, dq_ptr, sunk_ptr = in_ptrs
-    seqlen_q, _, heads, group = spans
+    seqlen_q, heads, group = spans.q, spans.heads, spans.group
     score_args, grad_args = args
     tile, head, item, unit, sizes, batch, row, keys_of = query_tile(program, region, spans, band, T)
     lo, full_lo, full_hi, hi, ends = keys_of
