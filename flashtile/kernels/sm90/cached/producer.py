@@ -1,10 +1,8 @@
 """The loading role over a cache: key and value tiles by the copy engine, a box for each page or for a whole tile."""
 
 from flashtile.kernels.device.stream import await_stream
-from flashtile.kernels.sm90.cached.seat import STRIP, first_key, seat_of, whose
+from flashtile.kernels.sm90.cached.seat import LANES, STRIP, first_key, seat_of, whose
 from flashtile.triton_glue.gluon import gl, gluon, lane, of_lane, tma_load
-
-LANES = gl.constexpr(32)  # of a warp, which looks up so many pages at a time
 
 
 @gluon.jit
