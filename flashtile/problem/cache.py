@@ -12,7 +12,7 @@ from flashtile.problem.dtype import DType
 from flashtile.problem.number import told
 from flashtile.problem.stored import Scaling, Stored
 
-SPLIT_STEP = 128  # keys: every key tile divides it
+SPLIT_STEP = 128  # keys: every key tile divides it, or is offered where it divides the split
 LONGEST_PART = 2**30  # keys: kernels count them in 32 bits, up to the end of a part that begins behind the last one
 MOST_SPLITS = 4096
 
