@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
-from flashtile.problem.cache import SPLIT_STEP
+from flashtile.problem.cache import LONGEST_PART, SPLIT_STEP
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
@@ -103,13 +103,15 @@ def ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
 
 
 def keys_of(name: str, pages: Any, page_size: int) -> int | None:
-    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by; None for None and -1."""
+    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by, or the most that it takes, which no
+    request has; None for None and -1.
+    """
     count = plain(pages)
     if count is None or count == -1:
         return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidProblem(f"{name} is {told(pages)}; it must be an int of at least 1, the pages of a part, or None.")
-    return -(-count * page_size // SPLIT_STEP) * SPLIT_STEP
+    return min(-(-count * page_size // SPLIT_STEP) * SPLIT_STEP, LONGEST_PART)
 
 
 def dtype_of(name: str, asked: Any) -> torch.dtype | None:

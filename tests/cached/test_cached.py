@@ -176,6 +176,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"first_k": GOOD["seqused_k"] + 1}, "first_k[0] is 151; it must be from 0 to seqused_k[0]"),
     ({"split": 100}, "split is 100; it must be None, 0 or a multiple of 128"),
     ({"split": True}, "split is True"),
+    ({"split": 2**31 - 128}, "split is 2147483520; it must be at most 1073741824 keys. Give 0 for one pass"),
     ({"rotary": (1, 2)}, "rotary is given without append"),
     ({"append": 3}, "append is a int"),
     ({"scale": "x"}, "scale is"),

@@ -243,7 +243,7 @@ def test_cascade() -> None:
         torch.testing.assert_close(out[rows], true(q[rows], k, v, causal=True)[0], rtol=1e-5, atol=1e-5, msg=str(i))
 
 
-@pytest.mark.parametrize(("told", "split"), [(None, None), (-1, None), (3, 128), (33, 256), (2048, 8192)])
+@pytest.mark.parametrize(("told", "split"), [(None, None), (-1, None), (3, 128), (33, 256), (2048, 8192), (2**30, 2**30)])
 def test_with_a_fixed_split_size_keys_are_split_alike_beside_any_request(
     told: Any, split: int | None, monkeypatch: Any
 ) -> None:
