@@ -230,6 +230,7 @@ def dot_product_attention_varlen(
     band = make_band(is_causal, local_window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     cu_seqlens_q = lengths_of("cu_seqlens_q", cu_seqlens_q)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": lengths_of("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])}
     longest = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
