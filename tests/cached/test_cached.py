@@ -227,6 +227,8 @@ def test_hopper_says_why_it_does_not_read_a_cache_here() -> None:
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
     with pytest.raises(TypeError, match="did you mean"):
         flashtile.attention_cached(**GOOD, softcap=3.0)
+    with pytest.raises(TypeError, match=r"'block_table'; did you mean page_table\?"):
+        flashtile.attention_cached(**GOOD, block_table=None)
 
 
 @pytest.mark.parametrize("window", [None, (100, 0)])

@@ -221,6 +221,8 @@ def test_bad_scales_are_named() -> None:
         flashtile.attention_cached(q, k_cache, v_cache.view(torch.uint8).view(torch.float8_e5m2), table, seqused_k=used)
     with pytest.raises(flashtile.InvalidProblem, match=r"k_cache is torch\.float8_e4m3fnuz; it must be"):
         flashtile.attention_cached(q, k_cache.view(torch.float8_e4m3fnuz), v_cache, table, seqused_k=used)
+    with pytest.raises(flashtile.InvalidProblem, match=r"k_cache is torch\.uint8; .*: k_cache\.view\(torch\.float8_e4m3fn\)"):
+        flashtile.attention_cached(q, k_cache.view(torch.uint8), v_cache.view(torch.uint8), table, seqused_k=used)
     k = torch.randn(2, 1, 1, 48).bfloat16()
     with pytest.raises(flashtile.InvalidProblem, match=r"v must be those of k: k\[\.\.\., :32\]"):
         flashtile.append_to_cache(k, k[..., :32].clone(), k_cache, v_cache, table, seqused_k=used)
