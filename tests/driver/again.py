@@ -62,11 +62,18 @@ def calls_of() -> tuple[dict[str, Call], dict[str, Call]]:
         "out": lambda: attention_cached(packed, *pages, table, seqused_k=used, cu_seqlens_q=starts, causal=True, out=made),
         "transformers": lambda: attention_forward(layer, *heads_first, step, scaling=0.1, use_cache=True)[0],
     }  # fmt: skip
-    slots = torch.tensor([[7], [300]])
+    slots, rows, one = (
+        torch.tensor([[7], [300]]),
+        (normal(3, KV, DIM), normal(3, KV, DIM)),
+        torch.tensor([0, 3], dtype=torch.int32),
+    )
     appends: dict[str, Call] = {
         "append by lengths": lambda: append_to_cache(*new, *pages, table, seqused_k=used),
         "append by slots": lambda: append_to_cache(*new, *pages, slots=slots),
         "append of 8 bits": lambda: append_to_cache(*new, *eight, table, seqused_k=used, k_scale=scale, v_scale=scale),
+        "append of 8 bits to one item": lambda: append_to_cache(
+            *rows, *eight, table[:1], seqused_k=used[:1], cu_seqlens=one, k_scale=scale, v_scale=scale
+        ),
     }
     return cached, appends
 

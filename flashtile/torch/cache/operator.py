@@ -126,7 +126,7 @@ def new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
         return scale
     if new.dim() == 4:
         return scale[:, None].expand(new.shape[:3])
-    if cu is None or scale.stride(0) == 0:  # of slots, one for every item
+    if cu is None or scale.stride(0) == 0 or scale.shape[0] == 1:  # of slots, one for every item, of one item
         return scale[:1].expand(new.shape[:2])[None]
     item = torch.searchsorted(cu[1:].contiguous(), torch.arange(new.shape[0], device=new.device, dtype=torch.int32), right=True)
     return scale[item.clamp(max=scale.shape[0] - 1)][None]
@@ -316,7 +316,7 @@ class Layout:
             check_lengths(self.problem.pages, by_name["seqused_k"], first, page_table)
         replay = None if self._bound is None else self._bound.direct
         if replay is None:
-            tensors = {name: bytes_of(t) if name in "kv" else t for name, t in zip(self.names, inputs, strict=True)}
+            tensors = {name: bytes_of(t) if name in ("k", "v") else t for name, t in zip(self.names, inputs, strict=True)}
             if self.packed:
                 tensors["q"] = tensors["q"][None]
             if self._bound is None:
