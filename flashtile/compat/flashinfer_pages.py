@@ -185,7 +185,7 @@ def append_paged_kv_cache(
             "before they write into it."
         )
     if append_key.dtype in FLOAT8 and append_key.dtype is append_value.dtype is k.dtype:
-        append_key, append_value = append_key.to(torch.bfloat16), append_value.to(torch.bfloat16)  # exactly
+        append_key, append_value = append_key.to(torch.bfloat16), append_value.to(torch.bfloat16)  # finite ones exactly
     try:
         append_to_cache(append_key, append_value, k, v, slots=slots)
     except InvalidProblem as error:
