@@ -27,7 +27,7 @@ from flashtile.compat.flashinfer_pages import (
     keys_of,
     pools_of,
 )
-from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, takes
+from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, merged, takes
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
 from flashtile.features.scores.softcap import Softcap
@@ -493,7 +493,6 @@ class MultiLevelCascadeAttentionWrapper:
 
     def run(self, q: torch.Tensor, paged_kv_cache: Any) -> torch.Tensor:
         """out (tokens, heads, head_dim)."""
-        made = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
-        return merge_states(torch.stack([out for out, _ in made], 1), torch.stack([lse for _, lse in made], 1))[0]
+        return merged(*zip(*(level.run(q, paged_kv_cache, return_lse=True) for level in self._levels), strict=True))[0]
 
     forward = run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,13 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be (tokens, states, heads, head_dim) and "
             "(tokens, states, heads)."
         )
-    out, lse = merge(v.unbind(1), [one.transpose(0, 1) * LN2 for one in s.unbind(1)])
+    return merged(v.unbind(1), s.unbind(1))
+
+
+def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of states (tokens, heads, head_dim) and (tokens, heads), each a tensor of its own."""
+    wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in lses]
+    out, lse = merge(outs, [one.transpose(0, 1) * LN2 for one in wide])
     return out, lse_of(lse)
 
 
@@ -79,7 +86,7 @@ def merge_state(
                 f"v_{name} has shape {tuple(v.shape)} and s_{name} {tuple(s.shape)}; both v must be (tokens, heads, head_dim) "
                 "alike, and s (tokens, heads)."
             )
-    return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a.float(), s_b.float()], 1))
+    return merged((v_a, v_b), (s_a, s_b))
 
 
 def merge_state_in_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def is_watched(*tensors: Any) -> bool:
     if is_compiling() or modes():
         return True
     return not PLAIN.issuperset(map(type, tensors)) and any(map(is_more, tensors))
+
+
+def uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """Where nothing is cast, whatever autocast the caller is under, which casts in `cat`, too, or refuses the other 16 bits."""
+    here = autocasts() and torch.amp.is_autocast_available(device.type)  # meta has none
+    return torch.autocast(device.type, enabled=False) if here else nullcontext()
 
 
 def is_traced(*tensors: Any) -> bool:
