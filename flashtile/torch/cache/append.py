@@ -13,10 +13,10 @@ from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened
 from flashtile.torch.cache.operator import append_rows
 from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
-    check_apart,
     check_pools,
     check_starts,
     check_table,
+    check_written,
     int32,
     refuse_transforms,
 )
@@ -71,7 +71,7 @@ def append_to_cache(
         check_kind("q", q)
         if q.shape[:-2] != k.shape[:-2] or q.dim() != k.dim():
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; its tokens must be those of k, {tuple(k.shape[:-2])}.")
-    batch = _batch_of(k, cu_seqlens, packed)
+    batch = _batch_of(k, cu_seqlens, packed, slots)
     scales = check_scales(k_scale, v_scale, k_cache, v_cache, batch)
     rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
     refuse_transforms("append_to_cache", rows)
@@ -108,9 +108,10 @@ def append_to_cache(
     return new.q
 
 
-def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool) -> int:
+def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool, slots: Any) -> int:
     """Items of scales, 1 where nothing says which token is whose."""
-    return k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    items = k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    return items if slots is None else max(items, 1)
 
 
 def _recognize(
@@ -121,12 +122,12 @@ def _recognize(
     if is_seen():
         return unknown
     try:
-        k, v, k_cache, v_cache, *_, cu, _ = tensors
+        k, v, k_cache, v_cache, _, _, slots, cu, _ = tensors
         shared, made = k_cache.data_ptr() == v_cache.data_ptr(), NO_SCALES
         if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
                 return unknown
-            made = check_scales(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
+            made = check_scales(*scales, k_cache, v_cache, _batch_of(k, cu, packed, slots))
         key: list[Any] = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
         if not add_layouts(key, (*tensors, *made)) or k.device.type == "meta":
             return unknown
@@ -226,7 +227,7 @@ def _check_written(
     written = {"k_cache": k_cache, "v_cache": v_cache}
     written |= {n: s for n, s in zip(("k_scale", "v_scale"), scales, strict=True) if s is not None and scaling_of(s) == "token"}
     for name, tensor in written.items():
-        check_apart(name, tensor)
+        check_written(name, tensor)
     if not is_shared(k_cache, v_cache):
         return
     if not is_shared(*(t if t.dim() == 4 else t[None] for t in pair)):

@@ -17,7 +17,7 @@ from flashtile.problem.mask import Joined
 from flashtile.problem.number import PLAIN as NUMBERS
 from flashtile.torch.cache.operator import Layout, new_scale, slots_of, tell_written, tensors_of, write_rows
 from flashtile.torch.cache.rotate import rotate
-from flashtile.torch.cache.tensors import check_lengths, int32
+from flashtile.torch.cache.tensors import check_lengths, check_mode, int32
 from flashtile.torch.call.describe import capture, exactly
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.masks import call_mask
@@ -163,6 +163,8 @@ def write_again(
     used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str | None,
 ) -> Maybe:  # fmt: skip
     """What `write_rows` says that items have then, of a layout that is bound already. four: new rows, and the pools."""
+    check_mode("k_cache", four[2])
+    check_mode("v_cache", four[3])
     replay = bound.direct
     if replay is None:
         return write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "")[1]

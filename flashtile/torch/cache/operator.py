@@ -125,6 +125,8 @@ def new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
         return scale
     if new.dim() == 4:
         return scale[:, None].expand(new.shape[:3])
+    if not scale.shape[0]:  # of no item: nothing is written
+        return scale.new_ones(()).expand(1, *new.shape[:2])
     if cu is None or scale.stride(0) == 0:  # of slots, one for every item
         return scale[:1].expand(new.shape[:2])[None]
     item = torch.searchsorted(cu[1:].contiguous(), torch.arange(new.shape[0], device=new.device, dtype=torch.int32), right=True)

@@ -53,6 +53,7 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
         return contiguous(count, size, batch, first)
     if not isinstance(page_table, torch.Tensor):
         raise InvalidProblem(f"page_table is a {type(page_table).__name__}; it must be a torch.Tensor or None.")
+    check_kind("page_table", page_table)
     if page_table.dtype is not torch.int32:
         raise InvalidProblem(f"page_table is {page_table.dtype}; it must be int32: page_table.int().")
     if page_table.dim() != 2 or page_table.shape[0] != batch:
@@ -76,7 +77,7 @@ def check_out(out: Any, q: torch.Tensor, v_cache: torch.Tensor) -> None:
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on "
             f"{q.device}."
         )
-    check_apart("out", out)
+    check_written("out", out)
     if out.requires_grad and torch.is_grad_enabled():
         refuse_out()
 
@@ -87,11 +88,20 @@ def refuse_out() -> NoReturn:
     raise NotSupported("attention_cached", {"flashtile": [reason]})
 
 
-def check_apart(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidProblem for what is to be written, and has one place for several elements."""
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem for what is to be written, and has one place for several elements, or is inference mode's."""
+    check_mode(name, tensor)
     steps = tensor.stride()
     if 0 in steps and any(n > 1 and not step for n, step in zip(tensor.shape, steps, strict=True)):
         raise InvalidProblem(f"{name} is expanded, with strides {steps}; to be written it must be contiguous().")
+
+
+def check_mode(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem for a tensor of inference mode that is to be written outside of it: autograd does not know it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidProblem(
+            f"{name} is an inference tensor, made under torch.inference_mode(); to be written outside it must be a clone()."
+        )
 
 
 def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
@@ -105,11 +115,13 @@ def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
     """A tensor of lengths as kernels read it; InvalidProblem for what is none, or has not `size` elements, one an item."""
-    if type(tensor) in PLAIN and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    if plain and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
         if tensor.device == like.device and (size is None or tensor.shape[0] == size):
             return tensor  # as it mostly is
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be an int32 tensor.")
+    check_kind(name, tensor)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be int32 of one axis.")
     if tensor.device != like.device:

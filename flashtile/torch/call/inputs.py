@@ -12,6 +12,7 @@ from flashtile.problem.number import plain, told
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.stored import check_kind
 from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES, check_device
 
 
@@ -64,6 +65,7 @@ def check_sink(sink: Any, q: torch.Tensor) -> None:
 
 
 def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor, exact: bool = False) -> None:
+    check_kind(name, tensor)
     real = tensor.dtype in DTYPES and (tensor.dtype is not torch.float64 or q.dtype is torch.float64)
     if not real and (not exact or tensor.requires_grad or tensor.dtype not in DTYPE_NAMES):
         wide = ", or float64 beside such a q"

@@ -12,6 +12,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.lengths import Lengths
 from flashtile.problem.number import PLAIN, plain, told
+from flashtile.torch.call.stored import check_kind
 
 OTHER_INTS = frozenset({torch.int64, torch.int16, torch.int8, torch.uint8})
 
@@ -64,6 +65,7 @@ class Given:
                     f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor, as "
                     f"torch.tensor({name}, dtype=torch.int32, device=q.device) makes of numbers."
                 )
+            check_kind(name, tensor)
             if tensor.dtype is torch.bool and key.startswith("seqused"):
                 raise InvalidProblem(
                     f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many "
