@@ -10,7 +10,7 @@ import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.merge import merge
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import check_kind, check_kinds
 
 LN2 = math.log(2.0)
 
@@ -61,6 +61,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     v: (tokens, states, heads, head_dim); s: (tokens, states, heads), base 2, -inf where a state saw no key; lse likewise,
     (tokens, heads).
     """
+    check_kinds(v=v, s=s)
     if v.dim() != 4 or s.shape != v.shape[:3]:
         raise InvalidProblem(
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be (tokens, states, heads, head_dim) and "
@@ -80,6 +81,7 @@ def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` of two: v (tokens, heads, head_dim), s (tokens, heads)."""
+    check_kinds(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     for name, v, s in (("a", v_a, s_a), ("b", v_b, s_b)):
         if v.shape != v_a.shape or v.dim() != 3 or s.shape != v.shape[:2]:
             raise InvalidProblem(
