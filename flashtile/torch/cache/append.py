@@ -110,7 +110,7 @@ def append_to_cache(
 
 def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool, slots: Any) -> int:
     """Items of scales, 1 where nothing says which token is whose."""
-    items = k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    items = k.shape[0] if not packed else cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
     return items if slots is None else max(items, 1)
 
 

@@ -11,7 +11,7 @@ from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
 from flashtile.torch.execute.bound import DTYPES, check_device
-from flashtile.torch.execute.plain import PLAIN, is_traced, transforms
+from flashtile.torch.execute.plain import PLAIN, is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -98,7 +98,7 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
 
 def check_mode(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidProblem for a tensor of inference mode that is to be written outside of it: autograd does not know it."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidProblem(
             f"{name} is an inference tensor, made under torch.inference_mode(); to be written outside it must be a clone()."
         )
@@ -177,7 +177,7 @@ def gather(
     row = torch.arange(pages.capacity, device=used.device)[None] + (0 if first is None else first[:, None])
     exists = row < used[:, None].clamp(max=pages.capacity)
     row = row.expand(exists.shape).where(exists, 0).long()
-    item = torch.arange(len(used), device=used.device)[:, None].expand(exists.shape)
+    item = torch.arange(used.shape[0], device=used.device)[:, None].expand(exists.shape)
     page = item if page_table is None else page_table[item, row // pages.page_size].long()
     page, row = page.where(exists, 0).clamp(0, pages.pages - 1), row % pages.page_size
 
