@@ -14,6 +14,7 @@ from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
 from flashtile.torch.call.stored import check_kind
+from flashtile.torch.execute.plain import is_traced
 
 LAYOUTS = ("NHD", "HND")
 # What our arguments are called there.
@@ -179,7 +180,8 @@ def append_paged_kv_cache(
     place = indptr[safe] + position.clamp(min=0) // size
     exists = (item >= 0) & (position >= 0) & (item < requests) & (place < indptr[safe + 1])
     lost = (item >= 0) & (position >= 0) & ~exists
-    if item.device.type == "cpu" and bool(lost.any()):
+    looks = item.device.type == "cpu" and not is_traced(append_key, item, position, k)
+    if looks and bool(lost.any()):
         raise InvalidProblem(
             f"positions holds {int(position[lost][0])} of request {int(item[lost][0])}, which kv_indptr has no page for; each "
             "request must have pages for its new keys."
@@ -187,10 +189,10 @@ def append_paged_kv_cache(
     indices = indices if indices.shape[0] else indices.new_zeros(1)  # which no token takes
     page = indices[place.clamp(0, indices.shape[0] - 1).long()].long()
     outside = exists & ((page < 0) | (page >= k.shape[0]))
-    if item.device.type == "cpu" and bool(outside.any()):
+    if looks and bool(outside.any()):
         raise InvalidProblem(f"kv_indices holds page {int(page[outside][0])}; it must be from 0 to {k.shape[0] - 1}.")
     slots = torch.where(exists & ~outside, page * size + position % size, -1)
-    if slots.device.type == "cpu" and (two := repeated(slots)) is not None:
+    if looks and (two := repeated(slots)) is not None:
         one, other = (f"{int(position[t])} of request {int(item[t])}" for t in two)
         raise InvalidProblem(
             f"positions holds {one} and {other}, which are one place, page {int(page[two[0]])}, row "

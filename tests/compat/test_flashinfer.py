@@ -178,7 +178,8 @@ def test_single(layout: str) -> None:
 
 
 def test_append_and_positions() -> None:
-    """Lengths after the append; a token behind the last request's goes nowhere."""
+    """Lengths after the append; a token behind the last request's goes nowhere. In a graph, too."""
+    compiled = torch.compile(fi.append_paged_kv_cache, fullgraph=True, backend="eager")
     for layout in ("NHD", "HND"):
         pages, new = Pages([7, 3, 9], 4, layout), [2, 0, 3]
         before = [n.clone() for n in pages.keys]
@@ -188,9 +189,10 @@ def test_append_and_positions() -> None:
         item, position = fi.get_batch_indices_positions(starts(new), lengths, 7)
         assert item.tolist() == [0, 0, 2, 2, 2, -1, -1]
         assert position.tolist() == [5, 6, 6, 7, 8, -1, -1]
-        fi.append_paged_kv_cache(
-            append, append * 2, item, position, pages.cache, pages.indices, pages.indptr, pages.last, layout
-        )
+        other = pages.cache.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        for write, cache in ((fi.append_paged_kv_cache, pages.cache), (compiled, other)):
+            write(append, append * 2, item, position, cache, pages.indices, pages.indptr, pages.last, layout)
+        torch.testing.assert_close(other, pages.cache, rtol=0, atol=0, equal_nan=True)
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
         wrapper.plan(*pages.lists, 2, 2, 16, 4, q_data_type=FLOAT)
         q = torch.randn(3, 2, 16)
