@@ -100,6 +100,11 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("page_table has layout torch.sparse_coo", append(page_table=TABLE.to_sparse())),
     ("sink has layout torch.sparse_coo", attend(sink=torch.ones(2).to_sparse(), append=(NEW["k"], NEW["v"]))),
     ("prefix's tensor has layout torch.sparse_coo", attend(mask=flashtile.Prefix(USED.to_sparse()))),
+    ("page_table is a negated view", attend(page_table=torch._neg_view(-TABLE), append=(NEW["k"], NEW["v"]))),
+    ("page_table is a negated view", append(page_table=torch._neg_view(-TABLE))),
+    ("slots is a negated view", append(seqused_k=None, slots=torch._neg_view(ints(0, -5)[:, None]))),
+    ("k_scale is a negated view", lambda some: attend(k_scale=torch._neg_view(-torch.ones(2)))(
+        {n: t.to(torch.int8) for n, t in some.items()})),
     ("dtype is torch.int8", cache(lambda one: one.dense(torch.int8))),
     ("dtype is 'float16'", cache(lambda one: one.dense("float16"))),  # pyright: ignore[reportArgumentType]
     ("first_k is a list", cache(lambda one: one, first_k=[0, 1])),
@@ -172,6 +177,18 @@ def test_nothing_is_cast_under_autocast(dtype: torch.dtype, compiles: bool) -> N
     for got, want in zip(made[half:], made[:half], strict=True):
         assert got.dtype is dtype
         assert torch.equal(got, want)
+
+
+def test_negated_lengths_are_resolved() -> None:
+    """Kernels read memory, which holds the numbers before the negation."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    some, first, cu = {n: torch.randn(t.shape) for n, t in pools().items()}, ints(1, 2), ints(0, 1, 2)
+    how = {"q": NEW["q"][:, 0], "options": flashtile.Options(backend="triton"), "append": tuple(PACKED.values())}
+    made = [
+        attend(seqused_k=turn(USED), first_k=turn(first), cu_seqlens_q=turn(cu), **how)({n: t.clone() for n, t in some.items()})
+        for turn in (torch.clone, lambda t: torch._neg_view(-t))
+    ]
+    assert torch.equal(made[0], made[1])
 
 
 @pytest.mark.parametrize("backend", [None, "triton"])

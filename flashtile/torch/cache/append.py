@@ -20,9 +20,18 @@ from flashtile.torch.cache.tensors import (
     int32,
     refuse_transforms,
 )
-from flashtile.torch.call.stored import NO_SCALES, Maybe, Scales, check_kind, check_scales, is_shared, scaling_of
+from flashtile.torch.call.stored import (
+    NO_SCALES,
+    Maybe,
+    Scales,
+    check_kind,
+    check_resolved,
+    check_scales,
+    is_shared,
+    scaling_of,
+)
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.plain import is_compiling, is_traced
+from flashtile.torch.execute.plain import is_traced
 
 PAIR = ("append's k", "append's v")
 
@@ -87,6 +96,7 @@ def append_to_cache(
         if rotary is not None:
             raise InvalidProblem("rotary is given with slots; positions are known with seqused_k alone.")
         check_kind("slots", slots)
+        check_resolved("slots", slots)
         if slots.dtype not in (torch.int32, torch.int64) or slots.shape != k.shape[:-2] or slots.device != k.device:
             raise InvalidProblem(
                 f"slots is {slots.dtype} of shape {tuple(slots.shape)} on {slots.device}; it must be int64 of shape "
@@ -207,8 +217,7 @@ def _check_new(
         )
     for name, new, pool, of in ((names[0], k, k_cache, "k_cache"), (names[1], v, v_cache, "v_cache")):
         for called, tensor in ((name, new), (of, pool)):
-            if not is_compiling() and tensor.is_neg():  # a compiled call resolves it
-                raise InvalidProblem(f"{called} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+            check_resolved(called, tensor)
         if new.shape[-2:] != pool.shape[-2:]:
             raise InvalidProblem(
                 f"{name} has (heads, head_dim) {tuple(new.shape[-2:])}; it must be {tuple(pool.shape[-2:])}, those of {of}."

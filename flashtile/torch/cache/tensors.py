@@ -9,7 +9,7 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
-from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
+from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, check_resolved, is_negated, number_of
 from flashtile.torch.execute.bound import DTYPES, check_device
 from flashtile.torch.execute.plain import PLAIN, is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
@@ -54,6 +54,7 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
     if not isinstance(page_table, torch.Tensor):
         raise InvalidProblem(f"page_table is a {type(page_table).__name__}; it must be a torch.Tensor or None.")
     check_kind("page_table", page_table)
+    check_resolved("page_table", page_table)
     if page_table.dtype is not torch.int32:
         raise InvalidProblem(f"page_table is {page_table.dtype}; it must be int32: page_table.int().")
     if page_table.dim() != 2 or page_table.shape[0] != batch:
@@ -115,7 +116,7 @@ def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
     """A tensor of lengths as kernels read it; InvalidProblem for what is none, or has not `size` elements, one an item."""
-    plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not is_negated(tensor)
     if plain and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
         if tensor.device == like.device and (size is None or tensor.shape[0] == size):
             return tensor  # as it mostly is
@@ -133,7 +134,8 @@ def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -
             wide = tensor[tensor.clamp(LEAST, MOST) != tensor]
             raise InvalidProblem(f"{name} holds {int(wide[0])}; it must be int32, from {LEAST} to {MOST}.")
         tensor = tensor.clamp(LEAST, MOST)  # where nobody looks, what is too large stays too large
-    return tensor.to(torch.int32).contiguous()
+    tensor = tensor.to(torch.int32).contiguous()
+    return tensor.resolve_neg() if is_negated(tensor) else tensor
 
 
 def check_lengths(
