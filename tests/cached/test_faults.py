@@ -180,15 +180,23 @@ def test_nothing_is_cast_under_autocast(dtype: torch.dtype, compiles: bool) -> N
 
 
 def test_negated_lengths_are_resolved() -> None:
-    """Kernels read memory, which holds the numbers before the negation."""
+    """Kernels read memory, which holds the numbers before the negation; those of dense keys do, too."""
     pytest.importorskip("triton", reason="Triton is not installed")
     some, first, cu = {n: torch.randn(t.shape) for n, t in pools().items()}, ints(1, 2), ints(0, 1, 2)
-    how = {"q": NEW["q"][:, 0], "options": flashtile.Options(backend="triton"), "append": tuple(PACKED.values())}
+    options = flashtile.Options(backend="triton")
+    how = {"q": NEW["q"][:, 0], "options": options, "append": tuple(PACKED.values())}
+    dense, starts = [some["k_cache"][:2]] * 3, ints(0, 5, 8)
     made = [
-        attend(seqused_k=turn(USED), first_k=turn(first), cu_seqlens_q=turn(cu), **how)({n: t.clone() for n, t in some.items()})
-        for turn in (torch.clone, lambda t: torch._neg_view(-t))
+        (
+            attend(seqused_k=turn(USED), first_k=turn(first), cu_seqlens_q=turn(cu), **how)(
+                {n: t.clone() for n, t in some.items()}
+            ),
+            flashtile.attention(*dense, seqused_q=turn(first), seqused_k=turn(first), options=options),
+            flashtile.attention_varlen(*(t.flatten(0, 1) for t in dense), cu_seqlens_q=turn(starts), options=options),
+        )
+        for turn in (torch.clone, lambda t: torch._neg_view(-t), torch.clone)
     ]
-    assert torch.equal(made[0], made[1])
+    assert all(torch.equal(one, other) for turned in made[1:] for one, other in zip(turned, made[0], strict=True))
 
 
 @pytest.mark.parametrize("backend", [None, "triton"])
