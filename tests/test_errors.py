@@ -119,7 +119,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "prefix-negated": ({"mask": Prefix(torch._neg_view(torch.ones(2).int()))}, "prefix's tensor is a negated view; it must be"),
     "sink-sparse": ({"sink": torch.ones(4).to_sparse()}, "sink has layout torch.sparse_coo; it must be a strided"),
     "used-sparse": ({"seqused_k": torch.tensor([3, 8]).int().to_sparse()}, "seqused_k has layout torch.sparse_coo; it must"),
-    "prefix-sparse": ({"mask": Prefix(torch.ones(2).int().to_sparse())}, "prefix's tensor has layout torch.sparse_coo; it must"),
+    "prefix-sparse": ({"mask": Prefix(torch.ones(2).int().to_sparse())}, "prefix's tensor has layout torch.sparse_coo; it"),
     "q-meta": ({"q": tensor(2, 6, 4, 16, device="meta")}, "k is on cpu and q is on meta; q, k and v must be on one device"),
     "k-meta": ({"k": tensor(2, 8, 2, 16, device="meta")}, "k is on meta and q is on cpu; q, k and v must be on one device"),
     "k-batch": ({"k": tensor(3, 8, 2, 16)}, "k has batch 3 and q has 2; they must be equal"),
