@@ -15,7 +15,7 @@ from flashtile.problem.options import DEFAULT, Options
 from flashtile.torch.cache.append import PAIR, check_pair, prepare
 from flashtile.torch.cache.gradient import attend_gathered, check_gradients
 from flashtile.torch.cache.known import recognize, remember
-from flashtile.torch.cache.latent import check_latents, joined
+from flashtile.torch.cache.latent import check_latents
 from flashtile.torch.cache.operator import attend, describe, layout_of, side_by_side, slots_of
 from flashtile.torch.cache.shared import attend_shared, check_prefix, prefix_for_each
 from flashtile.torch.cache.tensors import (
@@ -35,7 +35,7 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
 from flashtile.torch.call.stored import Scales, check_scales
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.execute.plain import is_watched, uncast
+from flashtile.torch.execute.plain import is_watched, joined, uncast
 from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
@@ -99,7 +99,7 @@ def attention_cached(
     packed, qv, into = cu_seqlens_q is not None, changes.pop("qv", None), changes.pop("out", None)
     if qv is not None:
         _check_latents(q, qv, k_cache, v_cache, packed, append, changes)
-        q = joined(qv, q)
+        q = joined([qv, q])
     given = (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
     seen = recognize(
         given, append, (rotary is not None, qv is not None), (causal, return_lse, split, options, window, mask), changes

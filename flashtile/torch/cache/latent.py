@@ -9,7 +9,6 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.torch.cache.tensors import check_pools
 from flashtile.torch.call.stored import check_kind
-from flashtile.torch.execute.plain import uncast
 
 
 def is_apart(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
@@ -17,14 +16,8 @@ def is_apart(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> b
     return q.shape[-1] == k_cache.shape[-1] + v_cache.shape[-1]
 
 
-def joined(qv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What kernels read: queries of the values, and of the columns behind them."""
-    with uncast(q.device):
-        return torch.cat([qv, q], -1)
-
-
 def check_latents(q: torch.Tensor, qv: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, packed: bool) -> None:
-    """Raise InvalidProblem for a qv that is none."""
+    """Raise InvalidProblem for a qv that is none. What kernels read is [qv, q]."""
     check_pools(q, k_cache, v_cache, packed)
     check_kind("qv", qv)
     shape = (*q.shape[:-1], v_cache.shape[-1])
