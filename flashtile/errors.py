@@ -67,6 +67,7 @@ _ALIKE = {
     "sliding_window": "window_size", "local_window_size": "window_size", "learnable_sink": "sinks", "s_aux": "sinks",
     "return_aux": "return_softmax_lse", "need_weights": "return_attn_probs", "cu_seqlens": "cu_seqlens_q",
     "num_kv_heads": "num_heads_kv", "kv_heads": "num_heads_kv", "d_model": "embed_dim", "hidden_size": "embed_dim",
+    "block_table": "page_table", "block_tables": "page_table",
     "num_attention_heads": "num_heads", "num_key_value_heads": "num_heads_kv",
 }  # fmt: skip
 _NEEDLESS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -157,6 +158,11 @@ def explain(
         described = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
         place = device_named(device) or this_machine()
     else:
+        if not isinstance(problem, getattr(sys.modules.get("torch"), "Tensor", ())):
+            spelled = "attention(q=1x4096x16x128,kv=4096x16x128,bf16,band=:0)"
+            raise InvalidProblem(
+                f"q is a {type(problem).__name__}; it must be a torch.Tensor, or the problem's spelling, such as {spelled!r}."
+            )
         from flashtile.torch.api.stored import describe_stored, is_stored
         from flashtile.torch.call.arguments import Arguments
         from flashtile.torch.call.describe import make_problem

@@ -121,8 +121,9 @@ def test_sinks_dropout_and_bias_are_explained() -> None:
 
 def test_lengths_are_told_apart() -> None:
     q, ends = torch.zeros(64, 2, 16), torch.tensor([0, 40, 64], dtype=torch.int32)
-    text = str(flashtile.explain(q, q, q, cu_seqlens_q=ends, max_seqlen_q=40, max_seqlen_k=40, device="H100"))
-    assert "attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)" in text
+    for keys in ({}, {"max_seqlen_k": 40}):  # as many as queries, whose list they share
+        text = str(flashtile.explain(q, q, q, cu_seqlens_q=ends, max_seqlen_q=40, **keys, device="H100"))
+        assert "attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)" in text
     assert "schedule_tiles: grid 3x1x1" in text
     assert str(flashtile.explain("attention(q=2x40x2x16,kv=40x2x16,fp32,tf32x3,varlen=64x64)", device="H100")).startswith("att")
     with pytest.raises(TypeError, match="cu_seqlens"):

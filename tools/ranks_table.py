@@ -34,8 +34,8 @@ def table() -> list[str]:
     lines = [
         "## Sequences over ranks", "",
         "`flashtile.distributed`, whose local calls are the calls above. **run on cpu**: tests/distributed runs it in 2",
-        "processes, forward and backward, and most of it in 4. Two H200 have run causal calls. Packed documents go by each",
-        "method, too. Refused by all are masks with blocks, masks and modifiers of your own. JAX's",
+        "processes, forward and backward, and most of it in 4. Two H200 have run causal calls, windows and packed",
+        "documents, which every method takes. Refused by all are masks with blocks, masks and modifiers of your own. JAX's",
         "`dot_product_attention_sharded` gathers keys or exchanges heads: causal order, windows, softcap, ALiBi, biases,",
         "sinks, documents, key padding, dropout ([how](how-to/context-parallel.md#jax)).",
         "",

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem
-from flashtile.problem.cache import SPLIT_STEP
+from flashtile.errors import InvalidProblem, renamed
+from flashtile.problem.cache import LONGEST_PART, SPLIT_STEP
 from flashtile.problem.number import plain, told
 from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import check_kinds
 from flashtile.torch.execute.plain import is_traced
 
 LAYOUTS = ("NHD", "HND")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # What our arguments are called there.
 CALLED = {
     "page_table": "indices", "seqused_k": "last_page_len", "cu_seqlens_q": "qo_indptr", "k_cache": "paged_kv_cache",
@@ -112,13 +113,15 @@ def whole(name: str, given: Any, least: int = 1) -> int:
 
 
 def keys_of(name: str, pages: Any, page_size: int) -> int | None:
-    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by; None for None and -1."""
+    """Keys of a part of so many pages, rounded up to what `attention_cached` splits by, or the most that it takes, which no
+    request has; None for None and -1.
+    """
     count = plain(pages)
     if count is None or count == -1:
         return None
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidProblem(f"{name} is {told(pages)}; it must be an int of at least 1, the pages of a part, or None.")
-    return -(-count * page_size // SPLIT_STEP) * SPLIT_STEP
+    return min(-(-count * page_size // SPLIT_STEP) * SPLIT_STEP, LONGEST_PART)
 
 
 def dtype_of(name: str, asked: Any) -> torch.dtype | None:
@@ -162,12 +165,13 @@ def append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Write keys and values (tokens, heads, head_dim) into the pages of their requests, in place; nobody waits for the device.
 
+    A cache of fp8 takes new ones of its own dtype, as flashinfer does, or of 16 and 32 bits, which are rounded.
     batch_indices, positions: of each token; one that is negative goes nowhere. The lists of pages have room for the tokens:
     where one has not, a token raises InvalidProblem on the CPU, and goes nowhere on a GPU. So do two tokens of one place, of
     which on a GPU either stays.
     """
     k, v = pools_of(paged_kv_cache, check_layout(kv_layout))
-    check_kind("append_key", append_key)
+    check_kinds(append_key=append_key, append_value=append_value)
     item, position = int32("batch_indices", batch_indices, append_key), int32("positions", positions, append_key)
     indptr, indices = int32("kv_indptr", kv_indptr, append_key), int32("kv_indices", kv_indices, append_key)
     for name, tensor in (("batch_indices", item), ("positions", position)):
@@ -199,4 +203,9 @@ def append_paged_kv_cache(
             f"{int(position[two[0]]) % size}; each token must have its own: copy a page of kv_indices that requests share "
             "before they write into it."
         )
-    append_to_cache(append_key, append_value, k, v, slots=slots)
+    if append_key.dtype in FLOAT8 and append_key.dtype is append_value.dtype is k.dtype:
+        append_key, append_value = append_key.to(torch.bfloat16), append_value.to(torch.bfloat16)  # exactly
+    try:
+        append_to_cache(append_key, append_value, k, v, slots=slots)
+    except InvalidProblem as error:
+        raise renamed(error, CALLED | {"k": "append_key", "v": "append_value", "v_cache": "paged_kv_cache"}) from None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem, NotSupported
+from flashtile.nn.dense import check_layers
 from flashtile.torch.ops.call import Call
 from flashtile.torch.ops.run import prepare
 
@@ -151,5 +152,6 @@ class FusedMLP(torch.nn.Module):
         self.options = dict(activation=activation, return_residual=return_residual, checkpoint_lvl=checkpoint_lvl)
 
     def forward(self, x: torch.Tensor) -> Any:
+        check_layers(fc1=self.fc1, fc2=self.fc2)
         weights = (self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias)
         return fused_mlp_func(x, *weights, **self.options)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -9,13 +10,39 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from flashtile.errors import InvalidProblem
+from flashtile.errors import InvalidProblem, check_names
 from flashtile.jax.run import NAMES
 from flashtile.problem.dtype import DType
 from flashtile.problem.mask import Band, make_mask
 from flashtile.problem.score import TensorSpec
 
 FLOATS = tuple(d.value for d in DType)
+
+FLAX = {"broadcast_dropout", "dropout_rate", "dropout_rng", "mask", "bias", "deterministic"}
+FOR_FLAX = "the attention_fn of flax's modules must be flashtile.jax.flax.dot_product_attention"
+# What flashtile.attention and other libraries call arguments, and how it is said here.
+OTHERS = {
+    "causal": "is_causal", "window": "local_window_size", "window_size": "local_window_size",
+    "sliding_window": "local_window_size", "sink": "sinks", "return_lse": "return_residual",
+    "seqused_q": "query_seq_lengths", "seqused_k": "key_value_seq_lengths", "cu_seqlens": "dot_product_attention_varlen",
+    "cu_seqlens_q": "dot_product_attention_varlen", "segment_ids": "attend_to=Document(ids)",
+    "attn_mask": "mask, True where a query sees a key, or bias, which is added", "bias": "score=(Bias(bias),)",
+    "mask": "attend_to, of masks as objects", "score_mod": "score, a tuple of modifiers",
+    "alibi_slopes": "score=(Alibi(slopes),)",
+    "dropout_p": "dropout=Dropout(p, key)", "sm_scale": "scale", "softmax_scale": "scale", "logits_soft_cap": "softcap",
+    "options": "precision, backward or deterministic",
+}  # fmt: skip
+
+
+def check_options(function: str, extras: Any, known: Collection[str]) -> None:
+    """Raise TypeError for an option that the function does not take; of flax's it says where they are taken."""
+    for name in extras:
+        if name not in known and name in OTHERS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; did you mean {OTHERS[name]}?")
+    try:
+        check_names(function, extras, known)
+    except TypeError as error:
+        raise TypeError(f"{error}; {FOR_FLAX}" if FLAX & extras.keys() else str(error)) from None
 
 
 def number(name: str, given: Any, remedy: str = "pass a Python number, or name the argument in static_argnames") -> Any:
@@ -37,10 +64,10 @@ def numbers(**given: Any) -> dict[str, Any]:
 
 def scaled(name: str, given: Any, x: Any) -> tuple[Any, Any]:
     """(scale, x): a scale whose value nobody knows yet, such as a learned one, multiplies the array, and is then 1."""
+    if getattr(given, "shape", ()):
+        raise InvalidProblem(f"{name} has shape {given.shape}; it must be one number: scale the array itself by several.")
     if not isinstance(given, Tracer):
         return number(name, given), x
-    if given.shape:
-        raise InvalidProblem(f"{name} has shape {given.shape}; it must be one number: scale the array itself by several.")
     return 1.0, (x.astype(jnp.float32) * given.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import jax
 import jax.numpy as jnp
 
-from flashtile.errors import InvalidProblem, NotSupported, check_names
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.prefix import Prefix
 from flashtile.features.masks.stored import Stored
 from flashtile.features.masks.within import Within
@@ -17,8 +17,11 @@ from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
 from flashtile.jax import derivatives
 from flashtile.jax.arguments import (
+    FLAX,
+    FOR_FLAX,
     array,
     check_operands,
+    check_options,
     described,
     floating,
     lengths_of,
@@ -57,16 +60,13 @@ IMPLEMENTATIONS = (None, "triton", "hopper", "xla")
 BACKWARDS = (*VARIANTS, "xla")
 ALIGNMENTS = ("top-left", "bottom-right")
 
-FLAX = {"broadcast_dropout", "dropout_rate", "dropout_rng", "mask", "bias", "deterministic"}
-FOR_FLAX = "the attention_fn of flax's modules must be flashtile.jax.flax.dot_product_attention"
-
 
 class Extras(TypedDict, total=False):
     """What the functions here take beyond `jax.nn.dot_product_attention`, by name.
 
     softcap: scores become softcap * tanh(scores / softcap). sinks: (N,), a logit per head that joins every row's softmax as
         one more key, whose value is zero; differentiable.
-    score: further modifiers, such as `flashtile.Alibi(slopes)`, applied in order, after bias and then softcap.
+    score: further modifiers, such as (`flashtile.Alibi(slopes)`,), applied in order, after bias and then softcap.
     attend_to: a `flashtile.Band`, a predicate such as `flashtile.Document(ids)`, or several joined by `&` and `|`; its bands
         are aligned bottom-right.
     dropout: `flashtile.Dropout(p, seed)`, seed an int or a `jax.random` key; bits depend on (batch, head, query, key) alone.
@@ -132,11 +132,13 @@ def dot_product_attention(
     -inf (jax.nn gives it the mean of all values). Works under jit, grad, vmap, scan, checkpoint, shard_map, jax.export and
     automatic sharding over batch and heads. Raises InvalidProblem and NotSupported.
     """
-    _check_names("dot_product_attention", extras)
+    check_options("dot_product_attention", extras, Extras.__optional_keys__)
     if dropout_rng is not None:  # flax.linen hands over what it finds in the signature, and drops the rest, the rate too
         raise InvalidProblem(f"dropout_rng is given; dropout is taken as flashtile.Dropout(p, key): {FOR_FLAX}.")
     given = query
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    if isinstance(mask, (Band, Joined)):
+        raise InvalidProblem(f"mask is a {type(mask).__name__}; it must be booleans for every score: such a mask is attend_to.")
     bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
     scales = _scales(extras)
     if jnp.ndim(given) == 3:  # a token's, as its key is
@@ -210,7 +212,7 @@ def dot_product_attention_varlen(
     not say otherwise. max_seqlen_q, max_seqlen_k: no item is longer (spares launches). All else as in
     `dot_product_attention`. Returns out (total_q, N, V), or (out, residual float32 (total_q, N)).
     """
-    _check_names("dot_product_attention_varlen", extras)
+    check_options("dot_product_attention_varlen", extras, Extras.__optional_keys__)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x is not None and jnp.ndim(x) != 3:
             raise InvalidProblem(f"{name} has shape {jnp.shape(x)}; it must be (total, heads, head_dim).")
@@ -230,6 +232,7 @@ def dot_product_attention_varlen(
     band = make_band(is_causal, local_window_size)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     cu_seqlens_q = lengths_of("cu_seqlens_q", cu_seqlens_q)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": lengths_of("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])}
     longest = number("max_seqlen_q", max_seqlen_q), number("max_seqlen_k", max_seqlen_k)
@@ -310,14 +313,6 @@ def _scales(extras: Any) -> dict[str, Any]:
     return {name: extras.pop(name) for name in ("k_scale", "v_scale") if name in extras}
 
 
-def _check_names(function: str, extras: Any) -> None:
-    """Raise TypeError for an option that the function does not take; of flax's it says where they are taken."""
-    try:
-        check_names(function, extras, Extras.__optional_keys__)
-    except TypeError as error:
-        raise TypeError(f"{error}; {FOR_FLAX}" if FLAX & extras.keys() else str(error)) from None
-
-
 @dataclass(frozen=True)
 class _Rest:
     """`Extras` with their defaults, checked."""
@@ -345,7 +340,7 @@ class _Rest:
         if self.backward not in BACKWARDS:
             raise InvalidProblem(f"backward is {self.backward!r}; it must be one of {', '.join(BACKWARDS)}.")
         if not isinstance(self.score, (tuple, list)) or not all(isinstance(s, Score) for s in self.score):
-            raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as Alibi(slopes).")
+            raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of score modifiers, such as (Alibi(slopes),).")
         if not (self.dropout is None or isinstance(self.dropout, Dropout)):
             raise no_dropout(self.dropout)
         if not isinstance(self.deterministic, bool):
@@ -353,7 +348,8 @@ class _Rest:
         object.__setattr__(self, "wish", None if self.returns is None else wish_of(self.returns))
         object.__setattr__(self, "options", Options(None, "auto", self.deterministic, self.precision, self.delta))
         if not (self.attend_to is None or isinstance(self.attend_to, (Band, Joined))):
-            raise no_mask("attend_to", self.attend_to)
+            arrays = " Booleans for every score go in as mask, numbers that are added as bias."
+            raise no_mask("attend_to", self.attend_to, arrays, " A function of positions becomes a Predicate.")
 
     def modifiers(self, bias: Bias | None) -> tuple[Score, ...]:
         first = () if bias is None else (bias,)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashtile.errors import InvalidProblem, NotSupported, check_names
+from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.masks.document import Document
 from flashtile.features.masks.key_padding import KeyPadding
 from flashtile.features.scores.alibi import Alibi
 from flashtile.features.scores.bias import Bias
 from flashtile.features.scores.softcap import Softcap
-from flashtile.jax.arguments import check_operands, floating, make_band, numbers, operand
+from flashtile.jax.arguments import check_operands, check_options, floating, make_band, numbers, operand
 from flashtile.jax.arrays import promotes
 from flashtile.jax.attention import Extras, attention_of_part
 from flashtile.jax.dropout import DeviceOrigin
@@ -73,7 +73,7 @@ def dot_product_attention_sharded(
 
     Raises InvalidProblem and NotSupported.
     """
-    check_names("dot_product_attention_sharded", extras, KNOWN)
+    check_options("dot_product_attention_sharded", extras, KNOWN)
     given = numbers(scale=scale, is_causal=is_causal, return_residual=return_residual)
     query, key, value = (operand(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_operands(query, key, value)

@@ -109,7 +109,7 @@ class AttentionProblem:
             raise InvalidProblem(f"score is {self.score!r}; it must be a tuple of ScoreSpec.")
         scores = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
         for spec in self.score:
-            _check_tensors(spec, scores, self.dtype)
+            _check_tensors(spec, scores, self.dtype, self.lengths.varlen)
         for leaf in self.leaves:
             leaf.check(scores, self.lengths)
         _check_sink(self.sink, self.heads_q, self.dtype)
@@ -394,16 +394,17 @@ def _parse_part(name: str, value: str) -> dict[str, object]:
     raise KeyError(name)
 
 
-def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int], dtype: DType) -> None:
+def _check_tensors(spec: ScoreSpec, scores: tuple[int, int, int, int], dtype: DType, varlen: bool) -> None:
     rows = scores[:2]
     for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
         if tensor.grad or not captured.exact:
             _check_wide(f"{spec.kind.name}'s tensor", tensor, dtype)
         if captured.broadcast:
             if not broadcasts(tensor.shape, scores):
+                packed = " Packed items are as long as max_seqlen_q and max_seqlen_k say, by default as all tokens." * varlen
                 raise InvalidProblem(
                     f"{spec.kind.name}'s tensor has shape {tensor.shape}; it must broadcast to "
-                    f"(batch, heads_q, seqlen_q, seqlen_k) = {scores}."
+                    f"(batch, heads_q, seqlen_q, seqlen_k) = {scores}.{packed}"
                 )
         elif captured.index is None and tensor.shape != rows:
             raise InvalidProblem(

@@ -12,7 +12,8 @@ from flashtile.problem.dtype import DType
 from flashtile.problem.number import told
 from flashtile.problem.stored import Scaling, Stored
 
-SPLIT_STEP = 128  # keys: every key tile divides it
+SPLIT_STEP = 128  # keys: every key tile divides it, or is offered where it divides the split
+LONGEST_PART = 2**30  # keys: kernels count them in 32 bits, up to the end of a part that begins behind the last one
 MOST_SPLITS = 4096
 
 
@@ -74,6 +75,8 @@ def check_split(split: Any, pages: Pages) -> int:
     """The keys of one part, 0 for one pass; InvalidProblem for what is no such number."""
     if isinstance(split, bool) or not isinstance(split, int) or split < 0 or split % SPLIT_STEP:
         raise InvalidProblem(f"split is {told(split)}; it must be None, 0 or a multiple of {SPLIT_STEP}, in keys.")
+    if split > LONGEST_PART:
+        raise InvalidProblem(f"split is {split}; it must be at most {LONGEST_PART} keys. Give 0 for one pass.")
     if parts_of(split, pages) > MOST_SPLITS:
         raise InvalidProblem(
             f"split is {split} of up to {pages.capacity} keys, which are {parts_of(split, pages)} parts; "

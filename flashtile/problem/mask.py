@@ -240,18 +240,22 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
-def no_mask(name: str, value: object) -> InvalidProblem:
-    """The error for what is no mask, with what to write for it."""
+ARRAYS = (
+    " Booleans for every score go in as Stored(tensor), for every key of an item as KeyPadding(keep); numbers that are added, "
+    "as score=Bias(tensor)."
+)
+FUNCTIONS = " A function of positions goes into flashtile.compat.flex.flex_attention, or becomes a Predicate."
+
+
+def no_mask(name: str, value: object, arrays: str = ARRAYS, functions: str = FUNCTIONS) -> InvalidProblem:
+    """The error for what is no mask, with what to write for it; arrays, functions: what a front end has for these."""
     remedy = ""
     if isinstance(value, type):
         remedy = f" Calling {value.__name__} makes one."
     elif hasattr(value, "shape"):
-        remedy = (
-            " Booleans for every score go in as Stored(tensor), for every key of an item as KeyPadding(keep); "
-            "numbers that are added, as score=Bias(tensor)."
-        )
+        remedy = arrays
     elif callable(value):
-        remedy = " A function of positions goes into flashtile.compat.flex.flex_attention, or becomes a Predicate."
+        remedy = functions
     return InvalidProblem(f"{name} is a {type(value).__name__}; it must be a flashtile mask such as Band.{remedy}")
 
 

@@ -176,6 +176,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"first_k": GOOD["seqused_k"] + 1}, "first_k[0] is 151; it must be from 0 to seqused_k[0]"),
     ({"split": 100}, "split is 100; it must be None, 0 or a multiple of 128"),
     ({"split": True}, "split is True"),
+    ({"split": 2**31 - 128}, "split is 2147483520; it must be at most 1073741824 keys. Give 0 for one pass"),
     ({"rotary": (1, 2)}, "rotary is given without append"),
     ({"append": 3}, "append is a int"),
     ({"scale": "x"}, "scale is"),
@@ -226,6 +227,8 @@ def test_hopper_says_why_it_does_not_read_a_cache_here() -> None:
         flashtile.attention_cached(**GOOD, options=flashtile.Options(backend="hopper"))
     with pytest.raises(TypeError, match="did you mean"):
         flashtile.attention_cached(**GOOD, softcap=3.0)
+    with pytest.raises(TypeError, match=r"'block_table'; did you mean page_table\?"):
+        flashtile.attention_cached(**GOOD, block_table=None)
 
 
 @pytest.mark.parametrize("window", [None, (100, 0)])

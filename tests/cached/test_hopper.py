@@ -62,16 +62,17 @@ def test_random_calls_of_latents(first: int, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("page", [0, 16, 64])
-@pytest.mark.parametrize(("keys", "split", "heads", "window"), [
-    (1024, 128, 2, None), (1024, 256, 8, None), (4096, 256, 4, None), (4096, 256, 4, (1500, None)),
+@pytest.mark.parametrize(("least", "keys", "split", "heads", "window"), [
+    (1, 1024, 128, 2, None), (1, 1024, 256, 8, None), (1, 4096, 256, 4, None), (3900, 4096, 256, 4, None),
+    (1, 4096, 256, 4, (1500, None)),
 ])  # fmt: skip
 def test_an_items_bits_do_not_depend_on_its_batch(
-    keys: int, split: int, heads: int, window: Any, page: int, device: torch.device
+    least: int, keys: int, split: int, heads: int, window: Any, page: int, device: torch.device
 ) -> None:
-    """Blocks write parts, sums of as many as are added up first, or results: by the batch."""
+    """Blocks write parts, sums of as many as are added up first, or results: by the batch, and whether lengths are alike."""
     generator = torch.Generator(device).manual_seed(5)
     k, v = (torch.randn(64, keys, heads, 128, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv")
-    used = torch.randint(1, keys + 1, (64,), generator=generator, dtype=torch.int32, device=device)
+    used = torch.randint(least, keys + 1, (64,), generator=generator, dtype=torch.int32, device=device)
     q = torch.randn(64, 1, 4 * heads, 128, generator=generator, device=device, dtype=torch.bfloat16)
     how: dict[str, Any] = dict(causal=True, window=window, split=split, return_lse=True, options=HOPPER)
 

@@ -117,6 +117,22 @@ def test_every_tile_of_absorbed_mla_fits(target: str, heads: int) -> None:
             assert cached.tile_bytes(problem, tile) <= device.smem_bytes
 
 
+@pytest.mark.parametrize(("split", "most"), [(128, 128), (256, 256), (0, 256)])
+def test_every_tile_divides_a_part(split: int, most: int) -> None:
+    """One of 256 keys reached beyond the end of a part of 128: what it did not load were keys of zeros."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from flashtile.kernels.portable import cached
+    from flashtile.problem.attention import AttentionProblem
+    from flashtile.problem.cache import CachedProblem, Pages
+    from flashtile.problem.stored import Stored
+
+    p = AttentionProblem.parse("attention(q=2x1x4x64,kv=1024x1x64,bf16,used=k)")
+    problem = CachedProblem(p, Pages(2, 1024, 1, False), split, Stored("e4m3"))
+    tiles = cached.candidates(problem, NAMED["sm90"], 4)
+    assert max(tile.block_k for tile in tiles) == most
+    assert all(split % tile.block_k == 0 for tile in tiles)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=STORED)
 def test_every_number_of_8_bits_is_read_as_it_is(backend: str, place: torch.device, kind: torch.dtype) -> None:
     """256 heads-worth of bytes as values of one key: out is what they are, NaN and infinity included."""
@@ -205,6 +221,8 @@ def test_bad_scales_are_named() -> None:
         flashtile.attention_cached(q, k_cache, v_cache.view(torch.uint8).view(torch.float8_e5m2), table, seqused_k=used)
     with pytest.raises(flashtile.InvalidProblem, match=r"k_cache is torch\.float8_e4m3fnuz; it must be"):
         flashtile.attention_cached(q, k_cache.view(torch.float8_e4m3fnuz), v_cache, table, seqused_k=used)
+    with pytest.raises(flashtile.InvalidProblem, match=r"k_cache is torch\.uint8; .*: k_cache\.view\(torch\.float8_e4m3fn\)"):
+        flashtile.attention_cached(q, k_cache.view(torch.uint8), v_cache.view(torch.uint8), table, seqused_k=used)
     k = torch.randn(2, 1, 1, 48).bfloat16()
     with pytest.raises(flashtile.InvalidProblem, match=r"v must be those of k: k\[\.\.\., :32\]"):
         flashtile.append_to_cache(k, k[..., :32].clone(), k_cache, v_cache, table, seqused_k=used)

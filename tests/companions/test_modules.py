@@ -8,8 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from flashtile import InvalidProblem, nn, ops
+from flashtile.compat.fused_dense import FusedMLP
 
 
 def test_norms() -> None:
@@ -42,6 +44,29 @@ def test_mlp() -> None:
     for grad, true in zip(grads, torch.autograd.grad(expected.square().sum(), list(module.parameters())), strict=True):
         assert grad is not None
         torch.testing.assert_close(grad, true, rtol=1e-4, atol=1e-5)
+
+
+class Adapted(torch.nn.Linear):
+    """An adapter, as LoRA's: its weight is what the layer had before."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("make", [nn.MLP, FusedMLP])
+def test_mlp_leaves_out_nothing_that_its_layers_do(make: Callable[[int], torch.nn.Module]) -> None:
+    x = torch.randn(2, 8)
+    adapted, hooked, parametrized = make(8), make(8), make(8)
+    adapted.fc2 = Adapted(32, 8)
+    with pytest.raises(InvalidProblem, match=r"^fc2 is a \S+\.Adapted with a forward of its own, .*: merge adapters"):
+        adapted(x)
+    prune.random_unstructured(hooked.fc1, "weight", 0.5)
+    with pytest.raises(InvalidProblem, match=r"^fc1 is a torch\.nn\S+\.Linear with forward hooks, which would be left out"):
+        hooked(x)
+    prune.remove(hooked.fc1, "weight")
+    torch.nn.utils.parametrizations.weight_norm(parametrized.fc1)
+    for module in (hooked, parametrized):
+        torch.testing.assert_close(module(x), module.fc2(torch.nn.functional.gelu(module.fc1(x), approximate="tanh")))
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -202,6 +202,21 @@ def test_append_and_positions() -> None:
         close(wrapper.run(q, pages.cache), torch.cat([true(q[i : i + 1], keys[i], values[i])[0] for i in range(3)]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_append_in_the_dtype_of_an_fp8_cache(dtype: torch.dtype) -> None:
+    """flashinfer reads new keys as numbers of the cache; every one that there is arrives as it was."""
+    every = torch.arange(256).to(torch.uint8).view(dtype)
+    every = every[every.float().isfinite()]
+    every = torch.cat([every, every[: -every.numel() % 8]]).view(-1, 1, 8)
+    pool, n = [torch.zeros(1, every.shape[0], 1, 8).to(dtype) for _ in "kv"], every.shape[0]
+    where = torch.zeros(n, dtype=torch.int32), torch.arange(n, dtype=torch.int32)
+    fi.append_paged_kv_cache(every, every.flip(0), *where, tuple(pool), ints(0), ints(0, 1), ints(n))
+    assert torch.equal(pool[0][0].float(), every.float())
+    assert torch.equal(pool[1][0].float(), every.flip(0).float())
+    with pytest.raises(InvalidProblem, match=r"append_key is torch\.\w+; it must be float16"):
+        fi.append_paged_kv_cache(every, every, *where, (torch.zeros(1, n, 1, 8),) * 2, ints(0), ints(0, 1), ints(n))
+
+
 def test_append_of_two_tokens_to_one_place() -> None:
     pool, new = (torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16)), torch.randn(2, 2, 16)
     for item, last in ((0, 3), (1, 1)):  # a request's row twice, and a page of two requests
@@ -255,7 +270,7 @@ def test_cascade() -> None:
         torch.testing.assert_close(out[rows], true(q[rows], k, v, causal=True)[0], rtol=1e-5, atol=1e-5, msg=str(i))
 
 
-@pytest.mark.parametrize(("told", "split"), [(None, None), (-1, None), (3, 128), (33, 256), (2048, 8192)])
+@pytest.mark.parametrize(("told", "split"), [(None, None), (-1, None), (3, 128), (33, 256), (2048, 8192), (2**30, 2**30)])
 def test_with_a_fixed_split_size_keys_are_split_alike_beside_any_request(
     told: Any, split: int | None, monkeypatch: Any
 ) -> None:

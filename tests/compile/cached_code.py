@@ -9,6 +9,8 @@ import json
 import sys
 from dataclasses import replace
 
+from flashtile.audit.barriers import idle_barriers
+from flashtile.audit.hazards import overwritten_operands
 from flashtile.dispatch import backend_named
 from flashtile.plan.call import KernelCall
 from flashtile.plan.device import NAMED
@@ -17,6 +19,7 @@ from flashtile.problem.cache import AppendProblem, CachedProblem, Pages
 from flashtile.problem.dtype import DType
 from flashtile.problem.stored import Stored
 from flashtile.triton_glue.compile import compile_and_read
+from flashtile.triton_glue.sass import disassemble
 
 STORED = Stored("e4m3", "head", "head")
 SPELLINGS: dict[str, tuple[str, Pages, int, Stored | None, bool]] = {  # what is attended to, its pages, split, form
@@ -100,9 +103,13 @@ def main() -> None:
         for name, plan in plans.items():
             for call in plan.calls:
                 assert isinstance(call, KernelCall)
-                _, found = compile_and_read(call, plan, device)
+                made, found = compile_and_read(call, plan, device)
                 row = {"name": name, "target": target, "kernel": call.kernel.__name__, "spills": found.spill_bytes}
-                print(json.dumps(row | {"shared": found.shared_bytes, "limit": device.smem_bytes, "matrix": found.matrix}))
+                row |= {"shared": found.shared_bytes, "limit": device.smem_bytes, "matrix": found.matrix}
+                if name in HOPPER and call is plan.calls[0]:
+                    row |= {"idle_barriers": idle_barriers(made.asm["ttgir"])}
+                    row |= {"overwritten": overwritten_operands(disassemble(made))}
+                print(json.dumps(row))
 
 
 if __name__ == "__main__":

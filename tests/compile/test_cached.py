@@ -18,3 +18,5 @@ def test_every_kernel_compiles_without_spills_and_fits(compiled: Any, others: bo
         assert row["spills"] == 0, row
         assert row["shared"] <= row["limit"], row
         assert row["matrix"] > 0 or row["kernel"] not in ("decode_forward", "decode_hopper", "decode_latent"), row
+        hopper = row["kernel"] in ("decode_hopper", "decode_latent")
+        assert [row.get(found) for found in ("idle_barriers", "overwritten")] == [[] if hopper else None] * 2, row

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import Alibi, Band, Document, Dropout, InvalidProblem, KeyPadding, Prefix
+from flashtile import Alibi, Band, Bias, Document, Dropout, InvalidProblem, KeyPadding, NotSupported, Prefix
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, mha
 from flashtile.jax.dropout import keep, seed_words
 from flashtile.problem.dropout import keep as spec_keep
@@ -187,6 +187,12 @@ def test_predicates_join_with_bands() -> None:
     ):
         got = dot_product_attention(q, k, v, attend_to=attend_to)
         np.testing.assert_allclose(got, attention(q, k, v, mask=seen)[0], atol=1e-5)
+
+
+def test_max_seqlen_q_speaks_of_keys_that_share_the_list() -> None:
+    q, items = jnp.zeros((64, 2, 16)), jnp.array([0, 40, 64])
+    with pytest.raises(NotSupported, match=r"(?s)q=2x40x2x16,kv=40x2x16.*put the items into one row, under Document"):
+        dot_product_attention_varlen(q, q, q, items, max_seqlen_q=40, score=(Bias(jnp.zeros((1, 2, 40, 40))),))
 
 
 @pytest.mark.parametrize(

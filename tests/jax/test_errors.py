@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashtile import Alibi, Bias, Dropout, InvalidProblem, KeyPadding, NotSupported, Score
+import flashtile.jax
+from flashtile import Alibi, Band, Bias, Dropout, InvalidProblem, KeyPadding, NotSupported, Score
 from flashtile.jax import dot_product_attention, dot_product_attention_varlen, launch, mha, target
+from flashtile.jax.arguments import OTHERS
 
 Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
 
@@ -45,6 +49,7 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"backward": "fast"}, "backward is 'fast'"),
         ((Q, K, K), {"backward": "split", "implementation": "xla"}, "one backward of its own"),
         ((Q, K, K), {"softcap": 0.0}, "softcap is 0.0"),
+        ((Q, K, K), {"scale": jnp.ones(4)}, r"scale has shape \(4,\); it must be one number: scale the array itself"),
         ((Q, K, K), {"sinks": jnp.zeros(3)}, r"sink has shape \(3,\)"),
         ((Q, K, K), {"sinks": [0.0] * 3}, r"sink has shape \(3,\)"),
         ((Q, K, K), {"sinks": "many"}, "sinks is a str; it must be a JAX array"),
@@ -54,6 +59,9 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
         ((Q, K, K), {"score": Alibi(jnp.zeros(4))}, "it must be a tuple of score modifiers"),
         ((Q, K, K), {"score": (Alibi(jnp.zeros(3)),)}, r"alibi slopes have shape \(3,\)"),
         ((Q, K, K), {"attend_to": "all"}, "attend_to is a str"),
+        ((Q, K, K), {"attend_to": jnp.ones((8, 8), bool)}, "Booleans for every score go in as mask"),
+        ((Q, K, K), {"attend_to": lambda at: at.k}, "attend_to is a function; .* A function of positions becomes a Predicate"),
+        ((Q, K, K), {"mask": Band(right=0)}, "mask is a Band; it must be booleans for every score: such a mask is attend_to"),
         ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 7), bool))}, r"key padding is \(2, 7\); its last axis must be"),
         ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 9), bool))}, r"\(2, 9\); its last axis must be seqlen_k, 8"),
         ((Q, K, K), {"attend_to": KeyPadding(jnp.ones((2, 8)))}, "key_padding's tensor is fp32; it must be bool, or ints"),
@@ -74,6 +82,23 @@ def test_an_unknown_name_is_no_option() -> None:
         dot_product_attention(Q, K, K, dropout_rate=0.1)
     with pytest.raises(TypeError, match=rf"^dot_product_attention_varlen\(\) {unexpected}"):
         dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, jnp.int32), dropout_rate=0.1)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_front_ends_names_are_told_apart(name: str) -> None:
+    calls = {
+        "dot_product_attention": lambda **how: dot_product_attention(Q, K, K, **how),
+        "dot_product_attention_varlen": lambda **how: dot_product_attention_varlen(Q[0], K[0], K[0], jnp.zeros(3, int), **how),
+    }
+    for function, call in calls.items():
+        if name not in inspect.signature(getattr(flashtile.jax, function)).parameters:
+            with pytest.raises(TypeError, match=rf"^{function}\(\) .*'{name}'; did you mean {re.escape(OTHERS[name])}\?$"):
+                call(**{name: None})
+
+
+def test_explain_takes_a_spelling_from_here() -> None:
+    with pytest.raises(InvalidProblem, match=r"q is a ArrayImpl; it must be a torch.Tensor, or the problem's spelling"):
+        flashtile.explain(Q, K, K)
 
 
 def test_varlen_says_what_it_wants() -> None:

@@ -197,6 +197,16 @@ def test_max_seqlen_is_a_hint(backend: str, place: torch.device) -> None:
     assert torch.equal(plain, hinted)
 
 
+def test_a_bias_is_as_long_as_max_seqlen_says() -> None:
+    q, ends, bias = torch.randn(64, 2, 16), ints(0, 40, 64), torch.randn(2, 40, 40)
+    short = flashtile.attention_varlen(q, q, q, ends, max_seqlen_q=40, score=flashtile.Bias(bias))
+    whole = flashtile.attention_varlen(q, q, q, ends, score=flashtile.Bias(torch.nn.functional.pad(bias, (0, 24, 0, 24))))
+    torch.testing.assert_close(short, whole)
+    says = r"it must broadcast to .* = \(2, 2, 64, 64\)\. Packed items are as long as max_seqlen_q and max_seqlen_k say"
+    with pytest.raises(InvalidProblem, match=says):
+        flashtile.attention_varlen(q, q, q, ends, score=flashtile.Bias(bias))
+
+
 def ints(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype)
 

@@ -308,6 +308,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ids-meta": (call(mask=Document(IDS.to("meta"))), "document's tensor is on meta and q is on cpu; they must be on one"),
     "prefix": (call(mask=Prefix(IDS)), "prefix lengths are torch.Size([8]); they must be a tensor (2,)"),
+    "prefix-number": (call(mask=Prefix(4)), "prefix lengths are a int; they must be a tensor (2,), a number for each sequence"),
     "holes": (lambda: KeyPadding(IDS), "it must be a (batch, seqlen_k) tensor"),
     "holes-batch": (call(mask=KeyPadding(IDS.expand(3, 8))), "its first axis must be the batch, 2"),
     "holes-short": (call(mask=KeyPadding(IDS[:7].expand(2, 7))), "shape of key padding is (2, 7); its last axis must be at"),

@@ -28,7 +28,8 @@ class Prefix(Predicate):
     def tensors(self, batch: int, heads_q: int) -> tuple[Any, ...]:
         shape = getattr(self.lengths, "shape", None)
         if shape is None or tuple(shape) != (batch,):
-            raise InvalidProblem(f"prefix lengths are {shape or type(self.lengths)}; they must be a tensor ({batch},).")
+            given = f"a {type(self.lengths).__name__}" if shape is None else shape
+            raise InvalidProblem(f"prefix lengths are {given}; they must be a tensor ({batch},), a number for each sequence.")
         return (self.lengths,)
 
     @staticmethod

@@ -16,11 +16,11 @@ from flashtile.problem.dtype import DType
 from flashtile.triton_glue.language import jit, tl
 
 PROGRAM_KEYS = 2048  # that one program goes through at most, where more programs are to be had
-SUM_COLUMNS = 32  # of the values that a program of the sum has at least,
+SUM_COLUMNS = 32  # of the values that a program of the sum has at least
 LOADS = 8  # parts under way: code for 16, which runs once, took 0.3 to 4 us longer (an H200)
 PROGRAMS = 3.0  # of parts, that a multiprocessor is to have at least
 FEW_PARTS = 4  # places of parts in the code at least, where an item has no more than half of the others
-ABREAST = 4  # sums of parts that warps form side by side, where few programs add many parts up
+ABREAST = 4  # sums of parts that warps form side by side, where few programs add many parts up (an H200: eight were slower)
 SUM_REGISTERS = (128, 160)  # for ptxas else holds few loads under way: of SUM_ELEMENTS, and of twice as many
 SUM_ELEMENTS = 512  # and so many numbers of a part, where a tile has fewer rows than these take
 

@@ -132,8 +132,10 @@ def uneven_refusals(p: AttentionProblem) -> list[str]:
     for spec in p.score if p.lengths.ragged else ():
         for captured, tensor in zip(spec.kind.captured, spec.tensors, strict=True):
             if captured.broadcast and p.lengths.varlen and tensor.shape[2:] != (1, 1):  # nobody knows the longest item here
-                reasons.append(f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or "
-                               "key; supported is one number per item and head")  # fmt: skip
+                reasons.append(
+                    f"items lie one after another and {spec.kind.name}'s tensor has an element for every query or key; "
+                    "supported is one number per item and head; put the items into one row, under Document(ids)"
+                )
     return reasons
 
 

@@ -89,7 +89,7 @@ def candidates(problem: CachedProblem, device: Device, heads: int) -> tuple[Laun
     kind = ("mla" if problem.stored is None else "mla stored") if deep else "plain" if problem.stored is None else "stored"
     tiles = [Launch(rows, *tile, products=made) for tile in TILES[kind, rows > 16, paged]]
     room = device.smem_bytes - (0 if deep else ROOM_BYTES)
-    fit = [tile for tile in tiles if tile_bytes(problem, tile) <= room]
+    fit = [tile for tile in tiles if tile_bytes(problem, tile) <= room and problem.split % tile.block_k == 0]
     return tuple(fit) or (Launch(rows, 32 if deep else 64, 8, 2, products=made),)
 
 

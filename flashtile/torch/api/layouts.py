@@ -45,7 +45,8 @@ def attention_varlen(
     q: (total_q, heads_q, head_dim); k: (total_k, heads_kv, head_dim); v: (total_k, heads_kv, head_dim_v).
     cu_seqlens_q, cu_seqlens_k: where items start, int32 (batch + 1,): item i has the tokens cu_seqlens[i] <= t <
         cu_seqlens[i + 1], none where both are equal, and starts with 0. cu_seqlens_k is cu_seqlens_q by default.
-    max_seqlen_q, max_seqlen_k: no item is longer, as far as the caller knows; a hint, which `explain` counts by.
+    max_seqlen_q, max_seqlen_k: no item is longer, as far as the caller knows: `explain` counts by them, and a bias of scores
+        has so many queries and keys. By default all tokens; max_seqlen_k is max_seqlen_q where cu_seqlens_k is not given.
     seqused_q, seqused_k: how many of an item's tokens count, int32 (batch,); all by default.
     returns: statistics, as of `attention`: (out, `Statistics`) is then returned.
     arguments: those of `attention`, with the same meaning, each item by itself; scales of tokens are (total, heads).

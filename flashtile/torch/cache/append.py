@@ -9,7 +9,7 @@ import torch
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.memory import Memory
-from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened, taken, write_again
+from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened, scales_of, taken, write_again
 from flashtile.torch.cache.operator import append_rows
 from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
@@ -127,7 +127,7 @@ def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool, slots: Any) -> int
 def _recognize(
     tensors: tuple[Any, ...], packed: bool, rotates: bool, scales: tuple[Any, Any], backend: Any
 ) -> tuple[tuple[Any, ...] | None, Scales, Bound | None]:
-    """(key, scales as `check_scale` returns them, what is known to run it) of an append; None for one without a key."""
+    """(key, scales as `write_again` takes them, what is known to run it) of an append; None for one without a key."""
     unknown = None, NO_SCALES, None
     if is_seen():
         return unknown
@@ -137,12 +137,15 @@ def _recognize(
         if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
                 return unknown
-            made = check_scales(*scales, k_cache, v_cache, _batch_of(k, cu, packed, slots))
+            made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed, slots))
         key: list[Any] = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
         if not add_layouts(key, (*tensors, *made)) or k.device.type == "meta":
             return unknown
         found = tuple(key)
-        return found, made, _KNOWN.get(found)
+        bound = _KNOWN.get(found)
+        if bound is not None and bound.direct is None and made is not NO_SCALES:
+            made = check_scales(*made, k_cache, v_cache, _batch_of(k, cu, packed))
+        return found, made, bound
     except NO_KEY:
         return unknown
 

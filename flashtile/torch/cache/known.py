@@ -49,6 +49,15 @@ def add_layouts(key: list[Any], tensors: Iterable[Any]) -> bool:
     return True
 
 
+def scales_of(k_scale: Any, v_scale: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int) -> Scales:
+    """A call's scales, for its key, and for launches, which ask where they lie alone: tensors as they are given."""
+    if k_scale is None and v_scale is None:
+        return NO_SCALES
+    if all(scale is None or isinstance(scale, torch.Tensor) for scale in (k_scale, v_scale)):
+        return k_scale, v_scale
+    return check_scales(k_scale, v_scale, k_cache, v_cache, batch)
+
+
 def taken(name: str, lengths: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`int32` of lengths of a known call."""
     return lengths if lengths.dtype is torch.int32 and lengths.is_contiguous() else int32(name, lengths, like)
@@ -62,7 +71,7 @@ def lengthened(used: torch.Tensor, k: torch.Tensor, cu: Maybe) -> torch.Tensor:
 class Call(NamedTuple):
     """A call of `attention_cached` that may be known.
 
-    tensors: q, the pools, page_table, seqused_k, cu_seqlens_q, first_k; scales: as `check_scale` returns them; others: what
+    tensors: q, the pools, page_table, seqused_k, cu_seqlens_q, first_k; scales: tensors as they were given; others: what
     score and sink capture, then the tensors of predicates.
     """
 
@@ -95,7 +104,7 @@ def recognize(
                 return None
             batch, heads = (q.shape[0], q.shape[2]) if cu is None else (cu.shape[0] - 1, q.shape[1])
             if "k_scale" in changes or "v_scale" in changes:
-                scales = check_scales(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
+                scales = scales_of(changes.get("k_scale"), changes.get("v_scale"), k_cache, v_cache, batch)
             scale, sink = changes.get("scale"), changes.get("sink")
             if type(score) is not tuple or score:
                 others, score = capture(modifiers(score), batch, heads)
@@ -133,7 +142,9 @@ class Known(NamedTuple):
         self, call: Call, append: Any, rotary: Any, backend: str | None, whole: bool, into: Maybe = None
     ) -> tuple[Any, Any]:
         """(out, lse), which unless `whole` may be None; out is `into`, if the kernels have written there."""
-        layout, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.tensors
+        layout, scales, (q, k_cache, v_cache, page_table, used, cu, first) = self.layout, call.scales, call.tensors
+        if scales is not NO_SCALES and (layout.looks or (self.bound is not None and self.bound.direct is None)):
+            scales = check_scales(*scales, k_cache, v_cache, used.shape[0])
         used = taken("seqused_k", used, q)
         cu = None if cu is None else taken("cu_seqlens_q", cu, q)
         first = None if first is None else taken("first_k", first, q)
@@ -146,10 +157,10 @@ class Known(NamedTuple):
                 slots_of(k, k_cache, page_table, used, cu, rows)
                 check_lengths(layout.problem.pages, lengthened(used, k, cu), first, page_table)
             four = k, v, k_cache, v_cache
-            after = write_again(self.bound, four, call.scales, page_table, used, None, cu, rows, backend)
+            after = write_again(self.bound, four, scales, page_table, used, None, cu, rows, backend)
             used = lengthened(used, k, cu) if after is None else after
         lengths = (used,) if cu is None else (cu, cu, used)
-        tensors = tensors_of(q, (k_cache, v_cache), call.scales, page_table, first, (*call.others, *lengths))
+        tensors = tensors_of(q, (k_cache, v_cache), scales, page_table, first, (*call.others, *lengths))
         if into is None or type(into) not in PLAIN or into.is_neg() or into.data_ptr() == q.data_ptr():
             return layout.attend(layout.inputs(tensors), first, page_table, whole)
         out, lse = layout.attend(layout.inputs(tensors), first, page_table, whole, into)
@@ -162,7 +173,9 @@ def write_again(
     bound: Bound, four: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe,
     used: Maybe, slots: Maybe, cu: Maybe, rotary_rows: int, backend: str | None,
 ) -> Maybe:  # fmt: skip
-    """What `write_rows` says that items have then, of a layout that is bound already. four: new rows, and the pools."""
+    """What `write_rows` says that items have then, of a layout that is bound already. four: new rows, and the pools; scales:
+    tensors as they were given, or, if launches do not do it all, as `check_scale` returns them.
+    """
     check_mode("k_cache", four[2])
     check_mode("v_cache", four[3])
     replay = bound.direct
@@ -170,8 +183,9 @@ def write_again(
         return write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "")[1]
     named: dict[str, Any] = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
     named |= {"seqused_k": used, "page_table": page_table, "cu_seqlens": cu, "slots": slots}
-    if scales is not NO_SCALES:
-        named |= {"k_scale": new_scale(scales[0], four[0], cu), "v_scale": new_scale(scales[1], four[1], cu)}
+    for name, scale in () if scales is NO_SCALES else (("k_scale", scales[0]), ("v_scale", scales[1])):
+        # all but one of each item, of packed rows, begins where the scales of new rows do
+        named[name] = new_scale(scale, four[0], cu) if cu is not None and scale is not None and scale.dim() == 2 else scale
     inputs = [named[name] for name in bound.inputs]
     made = replay.direct(inputs, addresses_of(inputs))
     tell_written(*four[2:], *scales)

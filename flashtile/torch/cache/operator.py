@@ -11,8 +11,9 @@ others: `routes/request.py`. Neither has gradients; `gradient.py` goes another w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -241,12 +242,12 @@ def _operated(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def layout_of(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales, page_table: Maybe, first: Maybe,
     others: list[torch.Tensor], *asked: Any,
-) -> tuple[Layout, list[torch.Tensor]]:  # fmt: skip
+) -> tuple[Layout, tuple[torch.Tensor, ...]]:  # fmt: skip
     """What is known of calls like this one, and the inputs of its plan. Raises what has no meaning, or runs nowhere."""
     shared = is_shared(k_cache, v_cache)
     tensors = tensors_of(q, (k_cache, v_cache), scales, page_table, first, others)
     split, text, floats, ints = asked
-    key = (text, split, *(t is None for t in (*scales, page_table, first)), *floats, *ints, q.device, k_cache.dtype, shared)
+    key = (text, split, *(t is None for t in (*scales, page_table, first)), *floats, *ints, q.device, shared)
     for tensor in tensors:
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15)
     found = _CACHED.get(key)
@@ -259,9 +260,8 @@ def tensors_of(
     q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], scales: Scales, page_table: Maybe, first: Maybe,
     others: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """All tensors of a call, as kernels read them, in the order that `Layout.inputs` expects."""
-    optional = (*scales, page_table, first)
-    return (q[None] if q.dim() == 3 else q, *map(bytes_of, pools), *[t for t in optional if t is not None], *others)
+    """All tensors of a call, as callers have them, in the order that `Layout.inputs` expects."""
+    return (q, *pools, *[t for t in (*scales, page_table, first) if t is not None], *others)
 
 
 def describe(
@@ -297,40 +297,41 @@ class Layout:
         self.plan = dispatch.plan_cached(self.problem, device_of(q.device), backend)
         self.out_strides = dense_strides((*q.shape[:-1], three[2].shape[-1]), q)
         places = _places(self.problem, request.lengths)
-        self.names, self._order = list(places), list(places.values())
+        self.names = list(places)
+        self.inputs: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = itemgetter(*places.values())
         self._bound: Bound | None = None
         self._lies: bool | None = None  # whether plans lay out as callers have it; known after the first call
         self.looks, self.device = q.device.type == "cpu", q.device
 
-    def inputs(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """The plan's, of all the call's."""
-        return [tensors[i] for i in self._order]
-
     def attend(
-        self, inputs: list[torch.Tensor], first: Maybe, page_table: Maybe, whole: bool = True, into: Maybe = None
+        self, inputs: tuple[torch.Tensor, ...], first: Maybe, page_table: Maybe, whole: bool = True, into: Maybe = None
     ) -> tuple[Any, Any]:
         """(out, lse) as callers have them, unless `whole` lse may be None, and out `into` where that can be; InvalidProblem, on
         the CPU, for lengths and pages without meaning.
+
+        inputs: the plan's, which `inputs` takes from all the call's, as callers have them: to launch again asks for addresses.
         """
         if self.looks:
             by_name = dict(zip(self.names, inputs, strict=True))
             if self.packed:
-                check_starts("cu_seqlens_q", by_name["cu_seqlens_q"], inputs[0].shape[1])
+                check_starts("cu_seqlens_q", by_name["cu_seqlens_q"], inputs[0].shape[0])
             check_lengths(self.problem.pages, by_name["seqused_k"], first, page_table)
         replay = None if self._bound is None else self._bound.direct
         if replay is None:
-            tensors = dict(zip(self.names, inputs, strict=True))
+            tensors = {name: bytes_of(t) if name in "kv" else t for name, t in zip(self.names, inputs, strict=True)}
+            if self.packed:
+                tensors["q"] = tensors["q"][None]
             if self._bound is None:
                 self._bound = Bound(self.plan, tensors, self.device)
             made = self._bound.run(tensors)
             out, lse = made["out"], made["lse"].contiguous()
         else:
-            there = None if into is None else ("out", into[None] if self.packed else into)
+            there = None if into is None else ("out", into)
             out, lse = replay.direct(inputs, addresses_of(inputs), whole, there)  # in the order and layout of `cached_buffers`
-            if there is not None and out is there[1]:
-                return into, lse[0] if self.packed and lse is not None else lse
-        if self.packed:
-            out, lse = out[0], lse if lse is None else lse[0]
+        if self.packed:  # out is made like q, as callers have it, if it can be
+            out, lse = out[0] if out.dim() == 4 else out, lse if lse is None else lse[0]
+        if out is into:
+            return out, lse
         if self._lies is None:
             self._lies = lies(out, self.out_strides)
         return out if self._lies else laid(out, self.out_strides), lse

@@ -31,6 +31,8 @@ def check_pools(q: Any, k_cache: Any, v_cache: Any, packed: bool, name: str = "q
         stores = tensor.dtype in STORED and (called != name or q is k_cache)  # a PagedCache asks without a q
         if tensor.dtype not in DTYPES and not stores:
             bits = "" if called == name else ", or of 8 bits float8_e4m3fn, float8_e5m2 or int8"
+            if bits and tensor.dtype is torch.uint8:
+                bits += f": {called}.view(torch.float8_e4m3fn), if that is what its bytes hold"
             raise InvalidProblem(f"{called} is {tensor.dtype}; it must be float16, bfloat16, float32 or float64{bits}.")
         if tensor.dtype != q.dtype and not stores:
             raise InvalidProblem(f"{called} is {tensor.dtype} and {name} is {q.dtype}; they must have one dtype.")

@@ -126,12 +126,14 @@ def _shown(numbers: list[int]) -> str:
 
 
 def given_lengths(alike: bool = False, **named: Any) -> Given | None:
-    """What a call says of its items' lengths; None where it says nothing. cu_seqlens_k is cu_seqlens_q by default.
+    """What a call says of its items' lengths; None where it says nothing.
 
-    alike: as `Given` has it.
+    cu_seqlens_k is cu_seqlens_q by default, and then max_seqlen_k is max_seqlen_q. alike: as `Given` has it.
     """
     if named.get("cu_seqlens_q") is not None and named.get("cu_seqlens_k") is None:
         named["cu_seqlens_k"] = named["cu_seqlens_q"]
+        if named.get("max_seqlen_k") is None:
+            named["max_seqlen_k"] = named.get("max_seqlen_q")
     tensors = {n: t for n, t in named.items() if t is not None and not n.startswith("max_")}
     if not tensors:
         return None

@@ -198,7 +198,7 @@ def _of_documents(
     last query stands at its last key.
     """
     ranks, everything, parts = context.ranks, want.band == FULL, list[Part]()
-    longest = given.max_seqlen_q if given.max_seqlen_k is None else given.max_seqlen_k
+    longest = given.max_seqlen_k
     most = None if longest is None else -(-longest // (2 * ranks))  # of a document's chunk
 
     def parts_of(_: Fetched, want: Wanted) -> list[Part]:

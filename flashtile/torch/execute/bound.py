@@ -365,5 +365,5 @@ def _fill(arg: Any, given: Mapping[str, Any]) -> Any:
     if isinstance(arg, Pointer):
         return given[arg.name]
     if isinstance(arg, tuple):
-        return tuple(_fill(a, given) for a in arg)
+        return tuple([_fill(a, given) for a in arg])
     return arg

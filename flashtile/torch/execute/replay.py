@@ -119,9 +119,13 @@ class Replay:
         return outputs
 
     def place_of(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Which output is of this name, if the tensor can take its place: laid alike along all axes that are longer than 1."""
+        """Which output is of this name, if the tensor can take its place: laid alike along all axes that are longer than 1. It
+        may lack a first axis of 1.
+        """
         place = self.made.index(name)
         _, shape, strides, dtype, _ = self.allocations[place]
+        if len(shape) == tensor.dim() + 1 and shape[0] == 1:
+            shape, strides = shape[1:], strides[1:]
         fits = tensor.dtype is dtype and tensor.shape == shape and (tensor.stride() == strides or lies(tensor, strides))
         fits = fits and not tensor.data_ptr() % ALIGNED_BYTES
         return place if fits else None

@@ -1,10 +1,10 @@
 """Attention over a cache on Hopper: the copy engine brings keys through the table of pages, as a role of one warp asks it to.
 
 A block has 64 rows, queries packed with the heads that share keys, and goes through a few parts of the keys, as the portable
-kernel does (`portable/decode.py`); `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with key tile
-n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16 queries are
-then multiplied, too: keys are waited for, values are converted while keys are multiplied. Where T.apart who loads converts.
-Where T.turned, for few queries, keys and values are the rows of products (`turned.py`).
+kernel does (`portable/decode.py`), or all; `device/decoding.py` adds the parts up. One warpgroup multiplies: the queries with
+key tile n, and the probabilities of tile n - 1 with its values. Of 8 bits it makes fp16 first (`convert.py`), in which bf16
+queries are then multiplied, too: keys are waited for, values are converted while keys are multiplied. Where T.apart who loads
+converts. Where T.turned, for 32 rows of queries or fewer, keys and values are the rows of products (`turned.py`).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,19 @@ from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached import turned
 from flashtile.kernels.sm90.cached.convert import convert_tile, load_and_convert
 from flashtile.kernels.sm90.cached.producer import load
-from flashtile.kernels.sm90.cached.seat import DROP, STRIP, hidden, lifted, queries_of, scale_of, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.seat import (
+    DROP,
+    STRIP,
+    UNSPECIALIZED,
+    CachedSizes,
+    hidden,
+    lifted,
+    queries_of,
+    scale_of,
+    seat_of,
+    store_part,
+    write,
+)
 from flashtile.kernels.sm90.cached.tiles import blank, let_go, tile_of
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import column_layout, matrix_layout, row_layout
@@ -73,7 +85,7 @@ class CachedRows(NamedTuple):
 
 @gluon.jit
 def consume(q_ptr, out_ptrs, strides, scales, lengths, mem, sizes, scale, T: gl.constexpr):
-    """Role: attention of 64 rows to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
+    """Role: attention of queries to the keys of a block. scales: of stored keys and values, (pointer or None, its strides)."""
     SPLIT: gl.constexpr = T.split
     await_stream(False)
     if T.split > 0 and not T.direct:
@@ -299,13 +311,10 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
     return score
 
 
-UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", "group", "batch"]
-
-
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
                   right, rest, T: gl.constexpr):  # fmt: skip
-    """One block: 64 rows, and T.parts parts of the keys. Grid (tiles x shares x heads_kv x T.chunks).
+    """One block: T.rows rows, and T.parts parts of the keys, or all. Grid (tiles x shares x heads_kv x T.chunks).
 
     Descriptors of rank 4 over the pools, (pages, heads_kv, rows, head_dim), boxes of T.box rows and 64 columns, or where
     T.converts all columns' bytes. out_ptrs = (out, lse, sink or None), or where T.split > 0 and not T.direct (acc, top,
@@ -334,7 +343,7 @@ def decode_hopper(k_desc, v_desc, q_ptr, out_ptrs, strides, scales, table, lengt
             keys, values = make_channel(T.places, 1), make_channel(T.places, 1)
     mem = CachedMemory(q, p, k, v, wide_k, wide_v, keys, values, loaded_k, loaded_v)
     fence_async_shared()
-    sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
+    sizes = CachedSizes(seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     if T.apart:
         gl.warp_specialize([
             (consume, (q_ptr, out_ptrs, settled(strides), settled(scales), lengths, mem, sizes, rest[2] * LOG2E, T)),

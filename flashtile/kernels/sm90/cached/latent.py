@@ -12,7 +12,7 @@ from flashtile.kernels.device.exponential import LOG2E
 from flashtile.kernels.device.softmax import Rows as Sums
 from flashtile.kernels.device.stream import await_stream, let_next
 from flashtile.kernels.sm90.cached.producer import boxes_of, fill, look_up_tile
-from flashtile.kernels.sm90.cached.seat import STRIP, hidden, seat_of, store_part, write
+from flashtile.kernels.sm90.cached.seat import STRIP, UNSPECIALIZED, CachedSizes, hidden, seat_of, store_part, write
 from flashtile.kernels.sm90.device.blank import blank_rows
 from flashtile.kernels.sm90.device.channel import Channel, make_channel
 from flashtile.kernels.sm90.device.layouts import matrix_layout, row_layout
@@ -351,9 +351,6 @@ def load(q_desc, k_desc, rest_desc, table_ptr, table_strides, mem, seat, group, 
         use += 1
 
 
-UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right", "group", "batch"]
-
-
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def decode_latent(q_desc, k_desc, rest_desc, out_ptrs, strides, table, lengths, seqlen_q, heads_kv, capacity, shares, left,
                   right, rest, T: gl.constexpr):  # fmt: skip
@@ -388,7 +385,7 @@ def decode_latent(q_desc, k_desc, rest_desc, out_ptrs, strides, table, lengths, 
     await_stream(False)
     if T.split > 0 and not T.direct:
         let_next()
-    sizes = (seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
+    sizes = CachedSizes(seqlen_q, heads_kv, capacity, shares, left, right, rest[0], rest[1])
     seat = seat_of(gl.program_id(0), lengths, sizes, T)
     gl.warp_specialize([
         (attend, (out_ptrs, settled(strides), mem, seat, sizes, rest[2] * LOG2E, 0, T)),

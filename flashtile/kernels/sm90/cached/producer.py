@@ -16,7 +16,7 @@ def load(k_desc, v_desc, table_ptr, table_strides, lengths, mem, sizes, T: gl.co
     known = gl.to_tensor(0), gl.to_tensor(-LANES)  # nothing yet
     if T.table and not T.mask.left and T.whole == 0:
         item, _, share = whose(number, sizes, T)
-        known = look_up(table_ptr, table_strides, item, first_key(share, T) // T.page, sizes[2] // T.page - 1)
+        known = look_up(table_ptr, table_strides, item, first_key(share, T) // T.page, sizes.capacity // T.page - 1)
     seat = seat_of(number, lengths, sizes, T)
     use = gl.to_tensor(0)
     for start in range(seat.first, seat.end, T.block_k):

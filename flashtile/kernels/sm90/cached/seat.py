@@ -14,6 +14,22 @@ LANES = gl.constexpr(32)  # of a warp
 LIFT_LOG2 = gl.constexpr(15.0)  # of probabilities that are multiplied in fp16 beside bf16: 2^-29 has all its bits
 DROP = gl.constexpr(2.0**-15)  # takes it back
 
+# Group and batch come in a tuple: where they are 1, or multiples of 16, kernels are compiled for that.
+UNSPECIALIZED = ["seqlen_q", "heads_kv", "capacity", "shares", "left", "right"]
+
+
+class CachedSizes(NamedTuple):
+    """Of a launch."""
+
+    seqlen_q: gl.tensor
+    heads_kv: gl.tensor
+    capacity: gl.tensor  # rows that an item may have
+    shares: gl.tensor  # of the keys that a tile of queries may see, a block each
+    left: gl.tensor  # of the band, 0 where it has no bound
+    right: gl.tensor
+    group: gl.tensor  # query heads that share one of keys
+    batch: gl.tensor
+
 
 class CachedSeat(NamedTuple):
     """What a block computes: whose queries, from which on, and which keys of how many."""
@@ -36,9 +52,7 @@ class CachedSeat(NamedTuple):
 
 @gluon.jit
 def seat_of(number, lengths, sizes, T: gl.constexpr):
-    """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items; sizes = (seqlen_q,
-    heads_kv, capacity, shares of an item's keys that blocks have, left, right).
-    """
+    """The CachedSeat of a block; lengths = (rows that are used, the first key's row or None), of items."""
     TOKENS: gl.constexpr = T.rows // T.heads
     SPAN: gl.constexpr = T.split * T.parts
     item, token, share = whose(number, sizes, T)
@@ -47,11 +61,11 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         alone = all_alike(lengths, sizes, T)
         own_item, own_token, there = whose_alone(number, sizes, T)
         item, token = gl.where(alone, own_item, item), gl.where(alone, own_token, token)
-        whole, share = alone & there, gl.where(alone, sizes[3], share)  # a share that no key has
-    head = number % (sizes[1] * T.chunks)
-    row, keys = keys_of(item, lengths, sizes[2])
+        whole, share = alone & there, gl.where(alone, sizes.shares, share)  # a share that no key has
+    head = number % (sizes.heads_kv * T.chunks)
+    row, keys = keys_of(item, lengths, sizes.capacity)
     lo, full_lo, full_hi, hi, ends = tiles_seen(
-        token, sizes[0], keys, sizes[4], sizes[5], T.mask.left, T.mask.right, TOKENS, T.block_k, T
+        token, sizes.seqlen_q, keys, sizes.left, sizes.right, T.mask.left, T.mask.right, TOKENS, T.block_k, T
     )
     first, end = lo, hi
     if T.split > 0 and not T.direct:
@@ -61,8 +75,8 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
         if T.whole > 0:
             first, end = gl.where(whole, lo, first), gl.where(whole, hi, end)
     return CachedSeat(
-        item, token, head // T.chunks, head % T.chunks, sizes[0], keys, row, first, end, full_lo, full_hi, ends[0], ends[1],
-        whole,
+        item, token, head // T.chunks, head % T.chunks, sizes.seqlen_q, keys, row, first, end, full_lo, full_hi,
+        ends[0], ends[1], whole,
     )  # fmt: skip
 
 
@@ -70,19 +84,19 @@ def seat_of(number, lengths, sizes, T: gl.constexpr):
 def whose(number, sizes, T: gl.constexpr):
     """(item, first query, share of the keys) of a block: what of its seat does not depend on lengths."""
     TOKENS: gl.constexpr = T.rows // T.heads
-    rest = number // (sizes[1] * T.chunks)
-    tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    tile = rest // sizes[3]
-    return tile // tiles, tile % tiles * TOKENS, rest % sizes[3]
+    rest = number // (sizes.heads_kv * T.chunks)
+    tiles = (sizes.seqlen_q + TOKENS - 1) // TOKENS
+    tile = rest // sizes.shares
+    return tile // tiles, tile % tiles * TOKENS, rest % sizes.shares
 
 
 @gluon.jit
 def whose_alone(number, sizes, T: gl.constexpr):
     """(item, first query, whether there is one) where a block has all keys of an item: the first blocks, and no others."""
     TOKENS: gl.constexpr = T.rows // T.heads
-    tiles = (sizes[0] + TOKENS - 1) // TOKENS
-    tile = number // (sizes[1] * T.chunks)
-    there = tile < tiles * sizes[7]
+    tiles = (sizes.seqlen_q + TOKENS - 1) // TOKENS
+    tile = number // (sizes.heads_kv * T.chunks)
+    there = tile < tiles * sizes.batch
     return gl.where(there, tile // tiles, 0), gl.where(there, tile % tiles, 0) * TOKENS, there
 
 
@@ -90,9 +104,9 @@ def whose_alone(number, sizes, T: gl.constexpr):
 def all_alike(lengths, sizes, T: gl.constexpr):
     """Whether items' keys are `alike`: a lane of a warp has each 32nd item."""
     CHUNKS: gl.constexpr = T.whole // LANES
-    least, most = gl.to_tensor(sizes[2]), gl.to_tensor(0)
+    least, most = gl.to_tensor(sizes.capacity), gl.to_tensor(0)
     for chunk in gl.static_range(CHUNKS):  # whose loads are all under way
-        _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes[7] - 1), lengths, sizes[2])
+        _, keys = keys_of(gl.minimum(chunk * LANES + lane(), sizes.batch - 1), lengths, sizes.capacity)
         least, most = gl.minimum(least, keys), gl.maximum(most, keys)
     return alike(least_of_lanes(least), most_of_lanes(most))
 
@@ -122,7 +136,7 @@ def places(seat, sizes, L: gl.constexpr, T: gl.constexpr):
     ROWS: gl.constexpr = T.rows
     packed = gl.arange(0, ROWS, L)
     row, member = seat.token + packed // HEADS, seat.chunk * HEADS + packed % HEADS
-    group = sizes[6]
+    group = sizes.group
     return row, seat.head * group + gl.minimum(member, group - 1), (row < seat.queries) & (member < group)
 
 
@@ -159,7 +173,7 @@ def hidden(score, start, seat, sizes, T: gl.constexpr):
     BLOCK_K: gl.constexpr = T.block_k
     row, _, _ = places(seat, sizes, row_layout(BLOCK_K), T)
     key = start + gl.arange(0, BLOCK_K, column_layout(BLOCK_K))
-    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
+    keep = visible(row[:, None], key[None, :], Sizes(seat.queries, seat.keys, 0, 0), (sizes.left, sizes.right), T)
     return gl.where(keep, score, float("-inf"))
 
 
@@ -183,9 +197,9 @@ def store_part(rows, part_ptrs, part, seat, sizes, T: gl.constexpr, FIRST: gl.co
 @gluon.jit
 def part_place(part, row, head, seat, sizes):
     """Where a part's rows are among (parts, tokens, heads)."""
-    token = seat.item.to(gl.int64) * sizes[0] + row
-    tokens = sizes[7].to(gl.int64) * sizes[0]
-    return (gl.to_tensor(part).to(gl.int64) * tokens + token) * (sizes[1] * sizes[6]) + head
+    token = seat.item.to(gl.int64) * sizes.seqlen_q + row
+    tokens = sizes.batch.to(gl.int64) * sizes.seqlen_q
+    return (gl.to_tensor(part).to(gl.int64) * tokens + token) * (sizes.heads_kv * sizes.group) + head
 
 
 @gluon.jit
@@ -202,7 +216,7 @@ def write(rows, out_ptrs, strides, seat, sizes, T: gl.constexpr, FIRST: gl.const
         rows = add_sink(rows, gl.load(out_ptrs[2] + head.to(gl.int64) * strides[2][0]).to(gl.float32), T)
     out, lse = finish(rows, T)
     if FIRST == 0:
-        at = (seat.item.to(gl.int64) * (sizes[1] * sizes[6]) + head) * sizes[0] + row
+        at = (seat.item.to(gl.int64) * (sizes.heads_kv * sizes.group) + head) * sizes.seqlen_q + row
         gl.store(out_ptrs[1] + at, lse, mask=exists)
     value = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
     at = seat.item.to(gl.int64) * strides[1][0] + row.to(gl.int64) * strides[1][1] + head.to(gl.int64) * strides[1][2]

@@ -250,7 +250,7 @@ def shaped(score, mem, use, start, seat, sizes, T: gl.constexpr):
     if (start < seat.whole_from) | (start + BLOCK_K > seat.whole_to):
         row, _, _ = places(seat, sizes, column_layout(ROWS), T)
         key = start + gl.arange(0, BLOCK_K, row_layout(ROWS))
-        keep = visible(row[None, :], key[:, None], Sizes(seat.queries, seat.keys, 0, 0), (sizes[4], sizes[5]), T)
+        keep = visible(row[None, :], key[:, None], Sizes(seat.queries, seat.keys, 0, 0), (sizes.left, sizes.right), T)
         score = gl.where(keep, score, float("-inf"))
         if not T.converts:
             if (start < seat.seen_from) | (start + BLOCK_K > seat.seen_to):

@@ -70,7 +70,7 @@ class CachedTile(Narrow):
     """Compile-time part. Plain ints, bools and strings only: Triton keys its cache by their text."""
 
     block_k: int
-    heads: int  # that 64 rows pack
+    heads: int  # that a tile of queries packs
     chunks: int  # tiles that a group of heads takes
     page: int  # rows of a page
     table: bool  # whether pages are looked up
@@ -91,10 +91,9 @@ class CachedTile(Narrow):
     k_scale: bool = False  # whether an item's head of stored keys has a scale
     v_scale: bool = False
     lowers: bool = False  # queries are bf16, and multiplied in fp16
-    block_q: int = GROUP_ROWS  # fewer where the sum of parts has fewer
-    rows: int = GROUP_ROWS  # of queries and heads
+    block_q: int = GROUP_ROWS  # rows of queries and heads
     turned: bool = False  # keys are the rows of products
-    crosses: bool = False  # a block that is direct may come to keys whose parts are added up by themselves
+    crosses: bool = False  # a block that writes results may come to keys whose parts are added up by themselves
     latent: bool = False  # values are the first columns of the keys, which have one strip more
     rest_apart: bool = False  # this is a pool of its own
     whole: int = 0  # where not 0, blocks have all keys of an item if lengths are alike; items are so many at most
@@ -103,6 +102,11 @@ class CachedTile(Narrow):
     def may_start_empty(self) -> bool:
         """Never so here: what is shared with the forward asks."""
         return False
+
+    @property
+    def rows(self) -> int:
+        """As what is shared with the forward calls them."""
+        return self.block_q
 
     @property
     def boxes(self) -> int:
@@ -220,7 +224,6 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     folds = direct or (bool(problem.split) and parts == group_of(problem.split))
     if problem.shared and not launch.turned:  # accumulators leave no registers for the sum of another part
         direct = folds = problem.splits == 1
-    rows = launch.rows_of(heads * p.seqlen_q)
     box = min(pages.page_size, launch.block_k) if pages.table else launch.block_k
     stored = problem.stored
     kept = () if stored is None else (stored.dtype, bool(stored.k_scale), bool(stored.v_scale), p.dtype is DType.BF16)
@@ -230,14 +233,15 @@ def make_cached_tile(problem: CachedProblem, launch: CachedLaunch, heads: int, p
     return CachedTile(
         launch.block_k, heads, -(-p.group // heads), pages.page_size if pages.table else 1, pages.table, box,
         problem.split, parts, folds, direct, p.head_dim, p.head_dim_v, -(-p.head_dim // STRIP), -(-p.head_dim_v // STRIP),
-        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept, rows=rows, block_q=rows,
-        turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
+        Mask.of(p, pads_keys=False), Items.of(p), Modifiers.of(p, PLAIN), pipeline, *kept,
+        block_q=launch.rows_of(heads * p.seqlen_q), turned=launch.turned, latent=problem.shared, rest_apart=problem.apart,
     )  # fmt: skip
 
 
 def may_be_whole(problem: CachedProblem, tile: CachedTile, programs: int, device: Device) -> bool:
     """Whether a block has all keys of an item where items' lengths are alike, which blocks see themselves: it writes the
-    result, so that no parts are. So many programs keep all multiprocessors busy to the end, and there is no window.
+    result, so that no parts are. Only of several items without a window, whose `programs` keep all multiprocessors busy to
+    the end, more than one each.
     """
     p, rounds = problem.attention, -(-programs // device.sm_count)
     if not tile.turned or tile.latent or tile.direct or not tile.folds or p.band.left is not None:
