@@ -68,6 +68,22 @@ def test_an_exported_program_takes_any_batch() -> None:
             assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
 
 
+def test_expanded_scales_in_a_graph() -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor) -> Any:
+        k_cache, v_cache, table, used, k_scale, v_scale = cached
+        return flashtile.attention_cached(
+            q, k_cache, v_cache, table, seqused_k=used, append=(k, v), k_scale=k_scale, v_scale=v_scale
+        )
+
+    made: list[Given] = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        q, k, v, *pools, table, used = given(torch.device("cpu"))
+        pools = [pool.to(torch.int8) for pool in pools]
+        out = function(q, k, v, *pools, table, used, torch.tensor(0.1).expand(2, 2), torch.tensor([[0.1, 0.3]]).expand(2, 2))
+        made.append((out, *pools))
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
+
+
 def test_packed_items_and_slots_in_a_graph(backend: str, place: torch.device) -> None:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor) -> torch.Tensor:
         k_cache, v_cache, table, used = cached
