@@ -90,6 +90,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("seqused[1] is 9", cache(lambda one: one.dense(), seqused=ints(5, 9))),
     ("first_k[0] is 6", cache(lambda one: one.dense(), first_k=ints(6, 0))),
     ("page_table has shape ()", cache(lambda one: one, page_table=TABLE[0, 0])),
+    ("rotary's cos has 0 rows", attend(append=(NEW["k"], NEW["v"]), rotary=(COS[:0], COS[:0]))),
     ("rotary has 1 elements", attend(append=(NEW["k"], NEW["v"]), rotary=(COS,))),
     ("cos has shape (16,); it must be (length, rotary_dim / 2)", attend(append=(NEW["k"], NEW["v"]), rotary=(COS[0], COS[0]))),
     ("sin is 6x8:fp32", attend(append=(NEW["k"], NEW["v"]), rotary=(COS, COS[:, :8]))),

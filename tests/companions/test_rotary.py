@@ -61,6 +61,7 @@ def test_a_position_beyond_the_tables_is_seen(backend: str, place: torch.device)
     positions = torch.tensor([[9, 10, -1, 0]], device=place)
     out = ops.rotary(q, None, cos, sin, positions=positions, backend=backend)
     assert out.isnan().any(-1).any(-1).tolist() == [[False, True, True, False]]
+    assert ops.rotary(q, None, cos[:0], sin[:0], positions=positions, backend=backend).isnan().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -223,6 +223,7 @@ def turn(p: Rotary, t: dict[str, Any], x: Any, conjugate: bool) -> Any:
         position = t["positions"].long()
         beyond = (position < 0) | (position >= len(cos))
         position = position.where(~beyond, 0)
+        cos, sin = (table if len(table) else table.new_zeros(1, p.half) for table in (cos, sin))  # of no row all lie beyond
         cos, sin = cos[position].masked_fill(beyond[..., None], float("nan"))[:, :, None], sin[position][:, :, None]
     else:
         cos, sin = (table[p.offset : p.offset + seqlen][None, :, None] for table in (cos, sin))
