@@ -16,8 +16,8 @@ TEXTS = api_pages.pages()
 SHOWN = {name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
 # Modules of flashtile.compat that others are made of: nobody imports from them.
 INNER = {
-    "asked", "descale", "device_code", "device_text", "flash_attn_cache", "flashinfer_pages", "flashinfer_states",
-    "probabilities", "scalar_score", "score_mod", "trees",
+    "asked", "descale", "device_code", "device_text", "flash_attn_cache", "flashinfer_asked", "flashinfer_pages",
+    "flashinfer_states", "probabilities", "scalar_score", "score_mod", "trees",
 }  # fmt: skip
 
 

@@ -8,13 +8,14 @@ nobody. Of its batch a request's bits know the longest request alone, by which d
 
 from __future__ import annotations
 
-import math
+from copy import copy
 from functools import partialmethod
 from typing import Any
 
 import torch
 
-from flashtile.compat.asked import options, refuse
+from flashtile.compat.asked import refuse
+from flashtile.compat.flashinfer_asked import How, check_dtype, check_numbers, is_given, refuse_run, window_left_of
 from flashtile.compat.flashinfer_pages import (
     CALLED,
     Tables,
@@ -26,12 +27,11 @@ from flashtile.compat.flashinfer_pages import (
     ints,
     keys_of,
     pools_of,
+    whole,
 )
-from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, takes
+from flashtile.compat.flashinfer_states import answer, merge_state, merge_state_in_place, merge_states, merged, takes
 from flashtile.errors import InvalidProblem, renamed
 from flashtile.features.masks.stored import Stored
-from flashtile.features.scores.softcap import Softcap
-from flashtile.problem.number import plain, told
 from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
@@ -43,80 +43,6 @@ __all__ = [
     "get_batch_indices_positions", "get_seq_lens", "merge_state", "merge_state_in_place", "merge_states",
     "single_decode_with_kv_cache", "single_prefill_with_kv_cache",
 ]  # fmt: skip
-
-# What plans may be told besides: decoding reads fixed_split_size, the others change no result here.
-HINTS = frozenset({
-    "use_fp16_qk_reduction", "non_blocking", "fixed_split_size", "seq_lens", "seq_lens_q", "block_tables",
-    "max_token_per_sequence", "max_sequence_kv", "uniform_q_len", "qo_indptr_cpu", "kv_indptr_cpu", "data_type",
-})  # fmt: skip
-# What nothing here honours.
-REFUSED = (
-    "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr", "v_indptr", "o_indptr",
-    "use_token_head_sf", "rope_scale", "rope_theta", "custom_mask", "packed_custom_mask",
-)  # fmt: skip
-
-
-class _How:
-    """What a plan says of scores: the arguments of ours."""
-
-    def __init__(
-        self, name: str, causal: bool, window_left: int, sm_scale: float | None, logits_soft_cap: float | None,
-        pos_encoding_mode: str, others: dict[str, Any],
-    ):  # fmt: skip
-        _check_others(name, pos_encoding_mode, others)
-        self.causal, self.window_left, self.scale = bool(causal), _window("window_left", window_left), sm_scale
-        self.score = (Softcap(logits_soft_cap),) if logits_soft_cap else ()
-
-    def arguments(
-        self, head_dim: int, scales: tuple[Any, Any] = (None, None), window_left: int | None = None
-    ) -> dict[str, Any]:
-        """scales: what q and k are multiplied by, numbers."""
-        scale = 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
-        for factor in scales:
-            scale = scale if factor is None else scale * factor
-        left = self.window_left if window_left is None else _window("window_left", window_left)
-        window = None if left < 0 else (left, None)
-        return dict(causal=self.causal, window=window, scale=scale, score=self.score, options=options())
-
-
-def _check_others(name: str, pos_encoding_mode: str, others: dict[str, Any]) -> None:
-    unknown = sorted(others.keys() - HINTS - set(REFUSED))
-    if unknown:
-        raise TypeError(f"{name} has no argument {unknown[0]!r}.")
-    reasons = {f"{n} is given; nothing here honours it": _is_given(others.get(n)) for n in REFUSED}
-    masks = "a mask by bits; give flashtile.attention_cached a mask, such as flashtile.Tree(parents) of drafts"
-    reasons |= {masks: any(reasons.pop(f"{n} is given; nothing here honours it") for n in REFUSED[-2:])}
-    where = f"pos_encoding_mode is {pos_encoding_mode}; rotate q and k by flashtile.ops.rotary, or score=Alibi(slopes)"
-    refuse(name, {**reasons, where: pos_encoding_mode != "NONE"})
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and not (isinstance(value, int) and value == 0)
-
-
-def _window(name: str, value: Any) -> int:
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidProblem(f"{name} is {told(value)}; it must be an int, -1 for none.")
-    return value
-
-
-def _check_dtype(name: str, wanted: torch.dtype | None, tensor: torch.Tensor, called: str) -> None:
-    """Raise InvalidProblem unless the tensor is of the dtype that the plan says."""
-    check_kind(called, tensor)
-    if wanted is not None and wanted is not tensor.dtype:
-        raise InvalidProblem(f"{called} is {tensor.dtype} and plan's {name} {wanted}; they must be equal.")
-
-
-def _refuse_run(name: str, numbers: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise NotSupported for scales that are tensors, and for what is not None."""
-    reasons = {
-        f"{n} is a tensor; a number alone is multiplied into scores": True
-        for n, x in numbers.items()
-        if isinstance(x, torch.Tensor)
-    }
-    refuse(name, reasons | {f"{n} is given; caches have q's dtype": True for n, x in given.items() if x is not None})
-
 
 # -- one request ----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +82,7 @@ def single_prefill_with_kv_cache(
     for called, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 3:
             raise InvalidProblem(f"{called} has shape {tuple(tensor.shape)}; it must have three axes.")
-    _refuse_run(name, {}, {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "kv_cache_sf": kv_cache_sf})
+    refuse_run(name, {}, {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "kv_cache_sf": kv_cache_sf})
     refuse(name, {f"o_dtype is {o_dtype}; out has q's dtype": o_dtype not in (None, q.dtype)})
     keys = k.shape[0 if check_layout(kv_layout) == "NHD" else 1]
     if packed_custom_mask is not None:
@@ -183,8 +109,8 @@ def _single(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, pos_encoding_mode: str,
     how: tuple[bool, int, Any, Any], rope: tuple[Any, Any], scales: tuple[Any, Any, Any], mask: Any, return_lse: bool,
 ) -> Any:  # fmt: skip
-    _refuse_run(name, dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)), {})
-    asked = _How(name, *how, pos_encoding_mode, {"rope_scale": rope[0], "rope_theta": rope[1]})
+    refuse_run(name, dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)), {})
+    asked = How(name, *how, pos_encoding_mode, {"rope_scale": rope[0], "rope_theta": rope[1]})
     if check_layout(kv_layout) == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     seen = None if mask is None else Stored(mask.reshape(1, 1, q.shape[0], k.shape[0]).bool())
@@ -204,12 +130,13 @@ class _Wrapper:
     ):
         refuse(
             type(self).__name__,
-            {"jit_args is given; kernels are compiled by what calls ask": _is_given(buffers.pop("jit_args", None))},
+            {"jit_args is given; kernels are compiled by what calls ask": is_given(buffers.pop("jit_args", None))},
         )
         check_kind("float_workspace_buffer", float_workspace_buffer)
         self.device, self.kv_layout = float_workspace_buffer.device, check_layout(kv_layout)
         self._use_cuda_graph = use_cuda_graph
         self._buffers, self._how, self._tables = buffers, None, None
+        self._starts: list[torch.Tensor] = []
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -232,10 +159,25 @@ class _Wrapper:
                     "paged_kv_indices_buffer is None with use_cuda_graph=True; it bounds how many pages there are."
                 )
             columns = max(bound.shape[0], 1)
-        made = Tables.of(indptr, indices, last, page_size, columns, self.device)
-        keep = self._use_cuda_graph and self._tables is not None
-        self._tables = self._tables.copy_(made) if keep and self._tables is not None else made
+        made = Tables.of(indptr, indices, last, whole("page_size", page_size), columns, self.device)
+        self._tables = self._tables.copy_(made) if self._use_cuda_graph and self._tables is not None else made
         self._page_size = page_size
+
+    def _starts_of(self, **given: Any) -> list[torch.Tensor]:
+        """Where requests begin, on the device; InvalidProblem for others than a graph's."""
+        made = [ints(name, tensor, self.device) for name, tensor in given.items()]
+        for name, new, kept in zip(given, made, self._starts if self._use_cuda_graph else (), strict=False):
+            if new.shape != kept.shape:
+                raise InvalidProblem(
+                    f"{name} has {new.shape[0]} elements and the captured graph's {kept.shape[0]}; a wrapper with "
+                    "use_cuda_graph=True keeps its batch size."
+                )
+        return made
+
+    def _keep_starts(self, made: list[torch.Tensor]) -> None:
+        """A plan's, where a graph reads them."""
+        keep = self._use_cuda_graph and self._starts
+        self._starts = [old.copy_(new) for old, new in zip(self._starts, made, strict=True)] if keep else made
 
     def _attend(
         self, q: torch.Tensor, paged_kv_cache: Any, cu: Any, window_left: Any, scales: Any, sinks: Any, out: Any,
@@ -251,11 +193,12 @@ class _Wrapper:
             raise InvalidProblem(
                 f"paged_kv_cache has pages of {k.shape[1]} and plan's page_size is {self._page_size}; they must be equal."
             )
-        _check_dtype("q_data_type", self._dtypes[0], q, "q")
-        _check_dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
+        check_dtype("q_data_type", self._dtypes[0], q, "q")
+        check_dtype("kv_data_type", self._dtypes[1], k, "paged_kv_cache")
+        check_numbers(k_scale=scales[1], v_scale=scales[2])
         stored = {f"{side}_scale": s for side, s in zip("kv", scales[1:], strict=True) if isinstance(s, torch.Tensor)}
         if k.dtype not in STORED:
-            _refuse_run("run", stored, {})
+            refuse_run("run", stored, {})
         numbers = scales[0], None if "k_scale" in stored else scales[1]
         stored = {name: s.flatten() if s.numel() == 1 else s for name, s in stored.items()}
         try:
@@ -267,12 +210,16 @@ class _Wrapper:
             raise renamed(error, CALLED) from None
         return made if wants_lse else (made, None)
 
-    def _plan_how(self, how: _How, q_data_type: Any, kv_data_type: Any, o_data_type: Any, disable_split_kv: bool) -> None:
+    def _dtypes_of(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> tuple[Any, Any]:
+        """Of queries and of keys."""
         asked = dict(q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type)
         q, kv, o = (dtype_of(name, one) for name, one in asked.items())
         refuse(type(self).__name__, {f"o_data_type is {o_data_type}; out has q's dtype": o not in (None, q)})
-        self._how, self._dtypes, self._one_pass = how, (q, q if kv is None else kv), bool(disable_split_kv)
-        self._split: int | None = None  # packed queries are one pass then
+        return q, q if kv is None else kv
+
+    def _plan_how(self, how: How, dtypes: tuple[Any, Any], disable_split_kv: bool, split: int | None = None) -> None:
+        """The last step of a plan, which raises nothing: of one that fails nothing is kept. split: packed queries have none."""
+        self._how, self._dtypes, self._one_pass, self._split = how, dtypes, bool(disable_split_kv), split
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -298,13 +245,15 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         data_type is q_data_type and kv_data_type, where they are not given; without it queries are float16, and keys as they.
         others: fixed_split_size, pages of a part of the keys, rounded up to 128 keys; None or -1 splits by the longest request.
         """
-        how = _How("plan", True, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        how = How("plan", True, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
         q_data_type, kv_data_type = (data_type if one is None else one for one in (q_data_type, kv_data_type))
         q_data_type = "float16" if q_data_type is None else q_data_type
-        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        self._split = keys_of("fixed_split_size", others.get("fixed_split_size"), page_size)
+        dtypes = self._dtypes_of(q_data_type, kv_data_type, o_data_type)
+        split = keys_of("fixed_split_size", others.get("fixed_split_size"), whole("page_size", page_size))
+        each = whole("q_len_per_req", q_len_per_req)
         self._plan_pages(indptr, indices, last_page_len, page_size, self._buffers["indices"])
-        self._per_request = q_len_per_req
+        self._plan_how(how, dtypes, disable_split_kv, split)
+        self._per_request = each
 
     begin_forward = plan
 
@@ -315,10 +264,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf: Any = None,
     ) -> Any:  # fmt: skip
         """out (tokens, heads, head_dim), or (out, lse (tokens, heads)). sinks: (heads,), logits that join the softmax."""
-        _refuse_run("run", dict(q_scale=q_scale), dict(
+        refuse_run("run", dict(q_scale=q_scale), dict(
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor))  # fmt: skip
         self._planned()
-        tables, each = self._tables, self._per_request if q_len_per_req is None else q_len_per_req
+        tables, each = self._tables, self._per_request if q_len_per_req is None else whole("q_len_per_req", q_len_per_req)
         assert tables is not None
         check_kind("q", q)
         if q.dim() != 3 or q.shape[0] != tables.used.shape[0] * each:
@@ -370,12 +319,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         others |= dict(
             custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta
         )  # fmt: skip
-        how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
-        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        cu = ints("qo_indptr", qo_indptr, self.device)
+        how = How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        dtypes, starts = self._dtypes_of(q_data_type, kv_data_type, o_data_type), self._starts_of(qo_indptr=qo_indptr)
         self._plan_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self._buffers["indices"])
-        kept = getattr(self, "_cu", None)
-        self._cu = kept.copy_(cu) if self._use_cuda_graph and kept is not None else cu.clone()
+        self._keep_starts(starts)
+        self._plan_how(how, dtypes, disable_split_kv)
 
     begin_forward = plan
 
@@ -386,13 +334,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor: Any = None, use_fp16_softmax: Any = None, uses_spcompress: Any = None,
     ) -> Any:  # fmt: skip
         """out (tokens, heads, head_dim), or (out, lse); lse_layout NH is (tokens, heads), lse_base log2 or ln."""
-        _refuse_run("run", dict(q_scale=q_scale), dict(
+        refuse_run("run", dict(q_scale=q_scale), dict(
             kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             uses_spcompress=uses_spcompress or None))  # fmt: skip
         self._planned()
         wants_lse = return_lse or lse is not None
         into, scales = out if takes(out, q, v_scale, sinks) else None, (q_scale, k_scale, v_scale)
-        made, sums = self._attend(q, paged_kv_cache, self._cu, window_left, scales, sinks, into, wants_lse)
+        made, sums = self._attend(q, paged_kv_cache, self._starts[0], window_left, scales, sinks, into, wants_lse)
         return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
     run_return_lse = partialmethod(run, return_lse=True)
@@ -421,13 +369,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         others |= dict(
             custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta
         )  # fmt: skip
-        how = _How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
-        self._plan_how(how, q_data_type, kv_data_type, o_data_type, disable_split_kv)
-        starts = [ints(name, t, self.device) for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr))]
-        kept = getattr(self, "_starts", None)
-        if self._use_cuda_graph and kept is not None:
-            starts = [old.copy_(new) for old, new in zip(kept, starts, strict=True)]
-        self._starts = starts
+        how = How("plan", causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, others)
+        dtypes = self._dtypes_of(q_data_type, kv_data_type, o_data_type)
+        self._keep_starts(self._starts_of(qo_indptr=qo_indptr, kv_indptr=kv_indptr))
+        self._plan_how(how, dtypes, disable_split_kv)
 
     begin_forward = plan
 
@@ -438,10 +383,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     ) -> Any:  # fmt: skip
         """As the paged wrapper's; k, v: (tokens, heads, head_dim)."""
         numbers = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        _refuse_run("run", numbers, dict(kv_cache_sf=kv_cache_sf, o_scale=o_scale))
+        refuse_run("run", numbers, dict(kv_cache_sf=kv_cache_sf, o_scale=o_scale))
         how = self._planned()
-        _check_dtype("q_data_type", self._dtypes[0], q, "q")
-        _check_dtype("kv_data_type", self._dtypes[1], k, "k")
+        check_dtype("q_data_type", self._dtypes[0], q, "q")
+        check_dtype("kv_data_type", self._dtypes[1], k, "k")
         made, sums = attention_varlen(q, k, v, *self._starts, return_lse=True, **how.arguments(q.shape[-1], (q_scale, k_scale)))
         return answer(made, sums, (out, lse), v_scale, return_lse, (lse_base, lse_layout))
 
@@ -456,9 +401,7 @@ class MultiLevelCascadeAttentionWrapper:
         qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None, paged_kv_indices_buf_arr: Any = None,
         paged_kv_last_page_len_buf_arr: Any = None,
     ):  # fmt: skip
-        if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
-            raise InvalidProblem(f"num_levels is {num_levels!r}; it must be an int of at least 1.")
-        indices = paged_kv_indices_buf_arr or [None] * num_levels
+        indices = paged_kv_indices_buf_arr or [None] * whole("num_levels", num_levels)
         self.is_cuda_graph_enabled = use_cuda_graph
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=one)
@@ -480,20 +423,20 @@ class MultiLevelCascadeAttentionWrapper:
                 f"plan's lists have {[len(one) for one in lists]} elements; each must have {len(self._levels)}."
             )
         refuse("MultiLevelCascadeAttentionWrapper.plan", {
-            "window_left is given; a level does not know where its keys stand": how.get("window_left", -1) >= 0,
+            "window_left is given; a level does not know where its keys stand": window_left_of(how.get("window_left", -1)) >= 0,
         })  # fmt: skip
-        last = len(self._levels) - 1
-        for i, (level, queries, starts, indices, ends) in enumerate(zip(self._levels, *lists, strict=True)):
+        planned, last = [copy(level) for level in self._levels], len(self._levels) - 1  # of a plan that fails none is kept
+        for i, (level, queries, starts, indices, ends) in enumerate(zip(planned, *lists, strict=True)):
             level.plan(
                 queries, starts, indices, ends, num_qo_heads, num_kv_heads, head_dim, page_size,
                 causal=causal and i == last, **how,
             )  # fmt: skip
+        self._levels = planned
 
     begin_forward = plan
 
     def run(self, q: torch.Tensor, paged_kv_cache: Any) -> torch.Tensor:
         """out (tokens, heads, head_dim)."""
-        made = [level.run(q, paged_kv_cache, return_lse=True) for level in self._levels]
-        return merge_states(torch.stack([out for out, _ in made], 1), torch.stack([lse for _, lse in made], 1))[0]
+        return merged(*zip(*(level.run(q, paged_kv_cache, return_lse=True) for level in self._levels), strict=True))[0]
 
     forward = run

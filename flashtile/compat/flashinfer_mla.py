@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from flashtile.compat.asked import options
-from flashtile.compat.flashinfer_pages import ints, table_of
+from flashtile.compat.flashinfer_pages import ints, table_of, whole
 from flashtile.compat.flashinfer_states import lse_of, put
 from flashtile.errors import InvalidProblem, renamed
-from flashtile.problem.number import plain, told
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.cache.tensors import check_starts
 from flashtile.torch.call.stored import check_kinds
@@ -54,9 +53,7 @@ class BatchMLAPagedAttentionWrapper:
         """
         sizes = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size)
         for name, size in sizes.items():
-            least = int(name != "head_dim_kpe")  # there may be no rotated columns
-            if isinstance(plain(size), bool) or not isinstance(plain(size), int) or plain(size) < least:
-                raise InvalidProblem(f"{name} is {told(size)}; it must be an int of at least {least}.")
+            whole(name, size, int(name != "head_dim_kpe"))  # there may be no rotated columns
         device = kv_indices.device
         given = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         starts, begins, indices, lengths = (ints(name, t, device) for name, t in zip(LISTS, given, strict=True))

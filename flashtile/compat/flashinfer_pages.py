@@ -14,6 +14,7 @@ from flashtile.torch.cache.append import append_to_cache
 from flashtile.torch.cache.operator import repeated
 from flashtile.torch.cache.tensors import check_starts, int32
 from flashtile.torch.call.stored import check_kinds
+from flashtile.torch.execute.plain import is_traced
 
 LAYOUTS = ("NHD", "HND")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -96,11 +97,19 @@ def table_of(indptr: torch.Tensor, indices: torch.Tensor, columns: int | None) -
     return pages.where(column < count[:, None], -1), count
 
 
-def ints(name: str, tensor: Any, device: torch.device) -> torch.Tensor:
-    """int32 on the device, of one axis."""
+def ints(name: str, tensor: Any, device: torch.device | None = None) -> torch.Tensor:
+    """int32 on the device, of one axis, copied: callers write over theirs between plans."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is no int32 tensor of one axis; it must be one.")
-    return tensor.to(device, torch.int32, non_blocking=True)
+    return tensor.to(tensor.device if device is None else device, torch.int32, non_blocking=True, copy=True)
+
+
+def whole(name: str, given: Any, least: int = 1) -> int:
+    """A number of something; InvalidProblem for what is none."""
+    number = plain(given)
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise InvalidProblem(f"{name} is {told(given)}; it must be an int of at least {least}.")
+    return number
 
 
 def keys_of(name: str, pages: Any, page_size: int) -> int | None:
@@ -125,8 +134,9 @@ def dtype_of(name: str, asked: Any) -> torch.dtype | None:
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """int32 (requests,): the keys of each."""
-    count = kv_indptr[1:] - kv_indptr[:-1]
-    return torch.where(count > 0, (count - 1) * page_size + kv_last_page_len, 0).int()
+    starts, last = ints("kv_indptr", kv_indptr), ints("kv_last_page_len", kv_last_page_len)
+    count = starts[1:] - starts[:-1]
+    return torch.where(count > 0, (count - 1) * whole("page_size", page_size) + last, 0)
 
 
 def get_batch_indices_positions(
@@ -136,12 +146,14 @@ def get_batch_indices_positions(
 
     batch_indices, positions: tensors to write them to.
     """
-    index = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
-    starts = append_indptr.int()
-    last = max(starts.shape[0] - 2, 0)
+    starts, seq_lens = ints("append_indptr", append_indptr), ints("seq_lens", seq_lens)
+    if starts.shape[0] < 2:  # of no request: one that has no token
+        starts, seq_lens = starts.new_zeros(2), seq_lens.new_zeros(1)
+    last = starts.shape[0] - 2
+    index = torch.arange(whole("nnz", nnz, 0), dtype=torch.int32, device=starts.device)
     item = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=last)
     exists = index < starts[-1]
-    position = seq_lens.int()[item] - (starts[1:] - starts[:-1])[item] + index - starts[item]
+    position = seq_lens[item] - (starts[1:] - starts[:-1])[item] + index - starts[item]
     made = tuple(torch.where(exists, t, -1).int() for t in (item, position))
     return tuple(m if t is None else t.copy_(m) for m, t in zip(made, (batch_indices, positions), strict=True))  # pyright: ignore[reportReturnType]
 
@@ -165,19 +177,26 @@ def append_paged_kv_cache(
     for name, tensor in (("batch_indices", item), ("positions", position)):
         if tensor.shape[0] != append_key.shape[0]:
             raise InvalidProblem(f"{name} has {tensor.shape[0]} elements and append_key {append_key.shape[0]} tokens.")
-    size = k.shape[1]
-    safe = item.clamp(0, max(indptr.shape[0] - 2, 0)).long()
+    size, requests = k.shape[1], indptr.shape[0] - 1
+    if requests < 1:  # one without a page
+        indptr = indptr.new_zeros(2)
+    safe = item.clamp(0, max(requests - 1, 0)).long()
     place = indptr[safe] + position.clamp(min=0) // size
-    exists = (item >= 0) & (position >= 0) & (item < indptr.shape[0] - 1) & (place < indptr[safe + 1])
+    exists = (item >= 0) & (position >= 0) & (item < requests) & (place < indptr[safe + 1])
     lost = (item >= 0) & (position >= 0) & ~exists
-    if item.device.type == "cpu" and bool(lost.any()):
+    looks = item.device.type == "cpu" and not is_traced(append_key, item, position, k)
+    if looks and bool(lost.any()):
         raise InvalidProblem(
             f"positions holds {int(position[lost][0])} of request {int(item[lost][0])}, which kv_indptr has no page for; each "
             "request must have pages for its new keys."
         )
-    page = indices[place.clamp(0, max(indices.shape[0] - 1, 0)).long()].long()
-    slots = torch.where(exists, page * size + position % size, -1)
-    if slots.device.type == "cpu" and (two := repeated(slots)) is not None:
+    indices = indices if indices.shape[0] else indices.new_zeros(1)  # which no token takes
+    page = indices[place.clamp(0, indices.shape[0] - 1).long()].long()
+    outside = exists & ((page < 0) | (page >= k.shape[0]))
+    if looks and bool(outside.any()):
+        raise InvalidProblem(f"kv_indices holds page {int(page[outside][0])}; it must be from 0 to {k.shape[0] - 1}.")
+    slots = torch.where(exists & ~outside, page * size + position % size, -1)
+    if looks and (two := repeated(slots)) is not None:
         one, other = (f"{int(position[t])} of request {int(item[t])}" for t in two)
         raise InvalidProblem(
             f"positions holds {one} and {other}, which are one place, page {int(page[two[0]])}, row "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashtile.errors import InvalidProblem
 from flashtile.torch.api.merge import merge
-from flashtile.torch.call.stored import check_kind
+from flashtile.torch.call.stored import check_kind, check_kinds
 
 LN2 = math.log(2.0)
 
@@ -60,12 +61,19 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     v: (tokens, states, heads, head_dim); s: (tokens, states, heads), base 2, -inf where a state saw no key; lse likewise,
     (tokens, heads).
     """
+    check_kinds(v=v, s=s)
     if v.dim() != 4 or s.shape != v.shape[:3]:
         raise InvalidProblem(
             f"v has shape {tuple(v.shape)} and s {tuple(s.shape)}; they must be (tokens, states, heads, head_dim) and "
             "(tokens, states, heads)."
         )
-    out, lse = merge(v.unbind(1), [one.transpose(0, 1) * LN2 for one in s.unbind(1)])
+    return merged(v.unbind(1), s.unbind(1))
+
+
+def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of states (tokens, heads, head_dim) and (tokens, heads), each a tensor of its own."""
+    wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in lses]
+    out, lse = merge(outs, [one.transpose(0, 1) * LN2 for one in wide])
     return out, lse_of(lse)
 
 
@@ -73,13 +81,14 @@ def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` of two: v (tokens, heads, head_dim), s (tokens, heads)."""
+    check_kinds(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     for name, v, s in (("a", v_a, s_a), ("b", v_b, s_b)):
         if v.shape != v_a.shape or v.dim() != 3 or s.shape != v.shape[:2]:
             raise InvalidProblem(
                 f"v_{name} has shape {tuple(v.shape)} and s_{name} {tuple(s.shape)}; both v must be (tokens, heads, head_dim) "
                 "alike, and s (tokens, heads)."
             )
-    return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a.float(), s_b.float()], 1))
+    return merged((v_a, v_b), (s_a, s_b))
 
 
 def merge_state_in_place(

@@ -17,6 +17,7 @@ from flashtile.torch.api.attention import attention
 from flashtile.torch.api.layouts import attention_varlen
 from flashtile.torch.cache.attention import attention_cached
 from flashtile.torch.call.stored import check_tensor
+from flashtile.torch.execute.plain import joined
 
 
 def memory_efficient_attention(
@@ -144,7 +145,7 @@ def _items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: ItemsMask, h
             raise InvalidProblem(f"{name} has {tensor.shape[1]} tokens and the mask's items {info.total}; they must be equal.")
     q_info, k_info, used = bias.q_seqinfo, bias.k_seqinfo, None
     if isinstance(k_info, _GappySeqInfo) and not k_info.is_sorted:
-        k, v = (torch.cat([t[:, a:b] for a, b in k_info.intervals()], 1) for t in (k, v))
+        k, v = (joined([t[:, a:b] for a, b in k_info.intervals()], 1) for t in (k, v))
         k_info = k_info.joined
     starts_q = q_info.tensor("seqstart", q.device)
     starts_k = starts_q if k_info is q_info else k_info.tensor("seqstart", q.device)

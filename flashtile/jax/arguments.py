@@ -75,6 +75,11 @@ def array(name: str, given: Any) -> Any:
     """An array of JAX; also of NumPy's, and of lists of numbers."""
     if not isinstance(given, (jax.Array, np.ndarray, list, tuple)):
         raise InvalidProblem(f"{name} is a {type(given).__name__}; it must be a JAX array.")
+    return converted(name, given)
+
+
+def converted(name: str, given: Any) -> Any:
+    """An array of JAX, of whatever it makes one of. Raises InvalidProblem for the rest."""
     try:
         return jnp.asarray(given)
     except (TypeError, ValueError, OverflowError) as error:
@@ -101,7 +106,7 @@ def operand(name: str, given: Any) -> Any:
     """query, key or value, with axes of one element in front where jax.nn adds some."""
     if given is None:
         raise InvalidProblem(f"{name} is None; it must be an array.")
-    given = jnp.asarray(given)
+    given = converted(name, given)
     if not 1 <= given.ndim <= 4:
         raise InvalidProblem(f"{name} has shape {given.shape}; it must be (B, T, N, H), (T, N, H), (N, H) or (H,).")
     return given.reshape((1,) * (4 - given.ndim) + given.shape)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from flashtile import dispatch
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.features.scores.softcap import Softcap
-from flashtile.jax.arguments import FLOATS, floating, integers
+from flashtile.jax.arguments import FLOATS, converted, floating, integers
 from flashtile.jax.arrays import JAX_DTYPES, Arrays
 from flashtile.jax.run import NAMES, run
 from flashtile.plan.buffers import cached_buffers
@@ -121,7 +121,7 @@ def attention_cached(
     """
     if implementation not in IMPLEMENTATIONS:
         raise InvalidProblem(f"implementation is {implementation!r}; it must be None, 'triton' or 'xla'.")
-    q, k_cache, v_cache = (jnp.asarray(t) for t in (q, k_cache, v_cache))
+    q, k_cache, v_cache = map(converted, ("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     _check_pools(q, k_cache, v_cache, "q")
     batch, head_dim = q.shape[0], q.shape[3]
     if k_cache.shape[3] != head_dim:
@@ -179,7 +179,7 @@ def append_to_cache(
     negative or outside of the pools, is written nowhere. Two tokens of one place raise InvalidProblem on the CPU outside of
     `jax.jit`; elsewhere nobody looks, and either stays. `jax.jit(..., donate_argnums=...)` donates the pools.
     """
-    k, v, k_cache, v_cache = (jnp.asarray(t) for t in (k, v, k_cache, v_cache))
+    k, v, k_cache, v_cache = map(converted, ("k", "v", "k_cache", "v_cache"), (k, v, k_cache, v_cache))
     _check_pools(k, k_cache, v_cache, "k")
     if v.dtype != k.dtype:
         raise InvalidProblem(f"v is {v.dtype} and k is {k.dtype}; they must have one dtype.")
@@ -192,10 +192,9 @@ def append_to_cache(
         raise InvalidProblem("seqused_k and slots are both given, or neither; exactly one must say where tokens go.")
     count, size = k_cache.shape[:2]
     if slots is not None:
-        slots = jnp.asarray(slots)
-        if slots.shape != k.shape[:2] or not jnp.issubdtype(slots.dtype, jnp.integer):
-            raise InvalidProblem(f"slots is {slots.dtype} of shape {slots.shape}; it must be ints of shape {k.shape[:2]}.")
         slots = integers("slots", slots)  # of 8 bits they would not hold how many there are
+        if slots.shape != k.shape[:2] or slots.dtype != jnp.int32:
+            raise InvalidProblem(f"slots is {slots.dtype} of shape {slots.shape}; it must be ints of shape {k.shape[:2]}.")
         page, row, exists = slots // size, slots % size, (slots >= 0) & (slots < count * size)
     else:
         page_table = None if page_table is None else integers("page_table", page_table)
@@ -235,7 +234,8 @@ def _check_pools(q: Any, k_cache: Any, v_cache: Any, name: str) -> None:
         kinds = [kind for kind in JAX_DTYPES if name != "q" or kind in FLOATS]  # an append copies what nobody multiplies
         if NAMES.get(array.dtype) not in kinds or array.dtype != q.dtype:
             known = ", ".join(str(jnp.dtype(JAX_DTYPES[kind])) for kind in kinds)
-            raise InvalidProblem(f"{called} is {array.dtype} and {name} is {q.dtype}; they must have one dtype of {known}.")
+            beside = "" if called == name else f" and {name} is {q.dtype}"
+            raise InvalidProblem(f"{called} is {array.dtype}{beside}; all three must have one dtype of {known}.")
     if k_cache.shape[:3] != v_cache.shape[:3] or 0 in k_cache.shape:
         raise InvalidProblem(
             f"v_cache has shape {v_cache.shape} and k_cache {k_cache.shape}; they must be equal but for head_dim."

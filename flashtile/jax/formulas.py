@@ -68,7 +68,8 @@ def rotary(p: Any, t: Arrays) -> Arrays:
         positions = t["positions"]
         beyond = (positions < 0) | (positions >= t["cos"].shape[0])
         inside = jnp.where(beyond, 0, positions)
-        cos, sin = (t[name].astype(jnp.float32)[inside] for name in ("cos", "sin"))
+        tables = (t[name].astype(jnp.float32) for name in ("cos", "sin"))
+        cos, sin = ((table if len(table) else jnp.zeros((1, p.half)))[inside] for table in tables)  # of no row all lie beyond
         cos = jnp.where(beyond[..., None], jnp.nan, cos)
     else:
         cos, sin = (t[name].astype(jnp.float32)[None, p.offset : p.offset + seqlen] for name in ("cos", "sin"))

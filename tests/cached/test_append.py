@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -139,5 +141,13 @@ def test_merging_nothing_is_nothing() -> None:
     assert (merged == 0).all()
     assert (sums == -torch.inf).all()
     assert all((g == 0).all() for g in torch.autograd.grad(merged.sum(), (out, lse)))
-    with pytest.raises(flashtile.InvalidProblem, match=r"lses\[0\] has shape \(1, 2, 1\)"):
-        flashtile.merge((out,), (lse.transpose(1, 2),))
+    bad: list[tuple[Any, Any, str]] = [
+        ((out,), (lse.transpose(1, 2),), r"lses\[0\] has shape \(1, 2, 1\)"),
+        (None, (lse,), "outs is a NoneType"),
+        ((out, out.int()), (lse, lse), r"outs\[1\] is torch\.int32"),
+        ((out, out), (lse, lse.int()), r"lses\[1\] is torch\.int32"),
+        ((out, out.to("meta")), (lse, lse), r"outs\[1\] is on meta"),
+    ]
+    for outs, lses, says in bad:
+        with pytest.raises(flashtile.InvalidProblem, match=says):
+            flashtile.merge(outs, lses)

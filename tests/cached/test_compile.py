@@ -36,7 +36,7 @@ def steps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tens
     mask = flashtile.Prefix(used - 3) | flashtile.Band(right=0)
     other = flashtile.attention_cached(
         q, k_cache, v_cache, table, seqused_k=cache.seqused, first_k=used - 3, append=(k, v), rotary=rotary, score=score,
-        mask=mask, sink=torch.zeros(4, device=q.device), options=options,
+        mask=mask, sink=torch.zeros(4, device=q.device), options=options, out=torch.zeros_like(q),
     )  # fmt: skip
     return out, lse, other, *cache.dense()
 
@@ -48,6 +48,40 @@ def test_a_whole_graph_does_what_eager_calls_do(backend: str, place: torch.devic
         for got, want in zip(compiled(*some, backend=backend), steps(*other, backend=backend), strict=True):
             assert torch.equal(got, want)
         assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
+
+
+def test_an_exported_program_takes_any_batch() -> None:
+    """Nothing takes the example's number of items for a constant, as a tensor's len does."""
+
+    class Steps(torch.nn.Module):
+        def forward(self, *some: torch.Tensor) -> Given:
+            return steps(*some, backend="cpu")
+
+    items, none = {0: torch.export.Dim("batch", min=1, max=4)}, None
+    shapes = ((items, items, items, none, none, items, items),)
+    with torch.no_grad():
+        program = torch.export.export(Steps(), given(torch.device("cpu"), 3), dynamic_shapes=shapes, strict=False).module()
+        for batch in (1, 4):
+            some, other = given(torch.device("cpu"), batch), given(torch.device("cpu"), batch)
+            for got, want in zip(program(*some), Steps()(*other), strict=True):
+                assert torch.equal(got, want)
+            assert all(torch.equal(one, two) for one, two in zip(some, other, strict=True))
+
+
+def test_expanded_scales_in_a_graph() -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor) -> Any:
+        k_cache, v_cache, table, used, k_scale, v_scale = cached
+        return flashtile.attention_cached(
+            q, k_cache, v_cache, table, seqused_k=used, append=(k, v), k_scale=k_scale, v_scale=v_scale
+        )
+
+    made: list[Given] = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        q, k, v, *pools, table, used = given(torch.device("cpu"))
+        pools = [pool.to(torch.int8) for pool in pools]
+        out = function(q, k, v, *pools, table, used, torch.tensor(0.1).expand(2, 2), torch.tensor([[0.1, 0.3]]).expand(2, 2))
+        made.append((out, *pools))
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
 
 
 def test_packed_items_and_slots_in_a_graph(backend: str, place: torch.device) -> None:

@@ -139,6 +139,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(shared_prefix=32), InvalidProblem, "seqused_k[0] is 30; with shared_prefix=32 it must be at least 33"),
     (dict(first_k=torch.zeros(2, dtype=torch.int32)), NotSupported, "first_k is given"),
     (dict(window=(5, 0)), NotSupported, "the window ends on the left"),
+    (dict(window=[5, 0]), NotSupported, "the window ends on the left"),
     (dict(mask=flashtile.Dilated(2)), NotSupported, "the mask has predicates"),
     (dict(score=flashtile.Alibi(torch.ones(2))), NotSupported, "Alibi counts keys from the first"),
 ]

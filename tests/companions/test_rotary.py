@@ -61,6 +61,7 @@ def test_a_position_beyond_the_tables_is_seen(backend: str, place: torch.device)
     positions = torch.tensor([[9, 10, -1, 0]], device=place)
     out = ops.rotary(q, None, cos, sin, positions=positions, backend=backend)
     assert out.isnan().any(-1).any(-1).tolist() == [[False, True, True, False]]
+    assert ops.rotary(q, None, cos[:0], sin[:0], positions=positions, backend=backend).isnan().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,8 +175,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "q-int": ({"q": t(2, 5, 3, 8, dtype=torch.int32)}, "q is int32; it must be fp16 or bf16 or fp32"),
     "k-seqlen": ({"k": t(2, 4, 1, 8)}, r"k has shape \(2, 4, 1, 8\); it must be that of q \(2, 5, 3, 8\) but for its heads"),
     "cos-wide": ({"cos": t(9, 5), "sin": t(9, 5)}, "cos has 5 columns; they must be 1 to 4, half of head_dim 8"),
-    "cos-rank": ({"cos": t(9)}, r"q must be \(batch, seqlen, heads, head_dim\), and cos \(length, rotary_dim / 2\)"),
-    "sin-shape": ({"sin": t(8, 4)}, "sin must have the shape and dtype of cos, 9x4:fp32"),
+    "cos-rank": ({"cos": t(9)}, r"cos has shape \(9,\); it must be \(length, rotary_dim / 2\)"),
+    "sin-shape": ({"sin": t(8, 4)}, "sin is 8x4:fp32; it must have the shape and dtype of cos, 9x4:fp32"),
     "cos-grad": ({"cos": t(9, 4).requires_grad_()}, "^cos requires a gradient, which it does not have; detach it"),
     "short": ({"offset": 5}, "positions reach 9; cos and sin have 9 rows, one for each"),
     "offset-negative": ({"offset": -1}, "offset is -1; it must be an int of at least 0"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,7 +178,8 @@ def test_single(layout: str) -> None:
 
 
 def test_append_and_positions() -> None:
-    """Lengths after the append; a token behind the last request's goes nowhere."""
+    """Lengths after the append; a token behind the last request's goes nowhere. In a graph, too."""
+    compiled = torch.compile(fi.append_paged_kv_cache, fullgraph=True, backend="eager")
     for layout in ("NHD", "HND"):
         pages, new = Pages([7, 3, 9], 4, layout), [2, 0, 3]
         before = [n.clone() for n in pages.keys]
@@ -186,9 +189,10 @@ def test_append_and_positions() -> None:
         item, position = fi.get_batch_indices_positions(starts(new), lengths, 7)
         assert item.tolist() == [0, 0, 2, 2, 2, -1, -1]
         assert position.tolist() == [5, 6, 6, 7, 8, -1, -1]
-        fi.append_paged_kv_cache(
-            append, append * 2, item, position, pages.cache, pages.indices, pages.indptr, pages.last, layout
-        )
+        other = pages.cache.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        for write, cache in ((fi.append_paged_kv_cache, pages.cache), (compiled, other)):
+            write(append, append * 2, item, position, cache, pages.indices, pages.indptr, pages.last, layout)
+        torch.testing.assert_close(other, pages.cache, rtol=0, atol=0, equal_nan=True)
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
         wrapper.plan(*pages.lists, 2, 2, 16, 4, q_data_type=FLOAT)
         q = torch.randn(3, 2, 16)
@@ -221,6 +225,14 @@ def test_append_of_two_tokens_to_one_place() -> None:
             fi.append_paged_kv_cache(new, new, ints(0, item), ints(5, 5), pool, ints(0, 1, 2, last), ints(0, 2, 4), ints(2, 2))
         assert not pool[0].any()
     fi.append_paged_kv_cache(new, new, ints(-1, -1), ints(-1, -1), pool, ints(0, 1, 2, 3), ints(0, 2, 4), ints(2, 2))
+    for page in (-1, 4):  # the last row of page -1 would be slot -1, which is nowhere
+        with pytest.raises(InvalidProblem, match=f"kv_indices holds page {page}; it must be from 0 to 3"):
+            fi.append_paged_kv_cache(new, new, ints(0, 1), ints(3, 0), pool, ints(page, 1), ints(0, 1, 2), ints(4, 1))
+    for lists in ((ints(), ints(0)), (ints(), ints(0, 0))):  # of no request, and of one without a page: nowhere
+        item, position = fi.get_batch_indices_positions(lists[1], lists[1][1:], 2)
+        assert item.tolist() == position.tolist() == [-1, -1]
+        fi.append_paged_kv_cache(new, new, item, position, pool, *lists, lists[1][1:])
+    assert not pool[0].any()
 
 
 def test_merged_states() -> None:
@@ -397,3 +409,79 @@ def test_caches_in_fp8_with_scales_that_are_numbers_or_tensors(kind: torch.dtype
         want.run(q, pages.cache, k_scale=torch.tensor(2.0))
     with pytest.raises(InvalidProblem, match="plan's kv_data_type"):
         want.run(q, cache)
+
+
+WRAPPERS = ("decode", "prefill", "ragged", "cascade")
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_of_a_plan_that_fails_nothing_is_kept_and_callers_keep_their_lists(name: str, graph: bool) -> None:
+    """A run after it is that of the plan before; lists that callers write over, and later plans, are none of its business."""
+    pages, q, buffer = Pages([7, 3], 4, "NHD"), torch.randn(2, 2, 16), torch.zeros(8, dtype=torch.int32)
+    k, v = torch.randn(10, 2, 16), torch.randn(10, 2, 16)
+    lists = {"cu": ints(0, 1, 2), "kv": starts([7, 3]), "indptr": pages.indptr, "indices": pages.indices, "last": pages.last}
+    made: Any = {
+        "decode": lambda: fi.BatchDecodeWithPagedKVCacheWrapper(
+            WORKSPACE, use_cuda_graph=graph, paged_kv_indices_buffer=buffer
+        ),
+        "prefill": lambda: fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=graph, paged_kv_indices_buf=buffer),
+        "ragged": lambda: fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, use_cuda_graph=graph),
+        "cascade": lambda: fi.MultiLevelCascadeAttentionWrapper(1, WORKSPACE),
+    }[name]()
+
+    def plan(sm_scale: float = 0.1, **change: Any) -> None:
+        given, how = {**lists, **change}, dict(q_data_type=FLOAT, sm_scale=sm_scale)
+        cu, kv, paged = given["cu"], given["kv"], [given[n] for n in ("indptr", "indices", "last")]
+        if name == "cascade":
+            made.plan([cu], *([one] for one in paged), 2, 2, 16, 4, **how)
+        elif name == "ragged":
+            made.plan(cu, kv, 2, 2, 16, **how)
+        else:
+            made.plan(*([] if name == "decode" else [cu]), *paged, 2, 2, 16, 4, **how)
+
+    def run() -> torch.Tensor:
+        return made.run(q, k, v) if name == "ragged" else made.run(q, pages.cache)
+
+    plan()
+    want = run()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"last": ints(3)}, "indptr has 3 elements and last_page_len 1"),
+        ({"indptr": ints(0, 3, 2)}, r"indptr is \[0, 3, 2\]"),
+    ]
+    if name == "ragged":
+        wrong = [({"kv": [0, 7, 10]}, "kv_indptr is no int32 tensor")]
+        wrong += [({"cu": ints(0, 1, 1, 2)}, "qo_indptr has 4 elements and the captured graph's 3")] if graph else []
+    elif name == "prefill" and graph:
+        wrong.append(({"cu": ints(0, 1, 1, 2)}, "qo_indptr has 4 elements and the captured graph's 3"))
+    for change, says in wrong:
+        with pytest.raises(InvalidProblem, match=says):
+            plan(3.0, **change)
+        assert torch.equal(run(), want)
+    before = {n: t.clone() for n, t in lists.items()}
+    plan(cu=ints(0, 0, 2), kv=ints(0, 2, 10), last=ints(1, 1))  # a graph's plans go where the first one went
+    assert all(torch.equal(t, before[n]) for n, t in lists.items())
+    plan()
+    for tensor in lists.values():
+        tensor.zero_()
+    assert torch.equal(run(), want)
+
+
+ROW, CACHE = torch.randn(1, 2, 16), torch.randn(1, 2, 4, 2, 16)
+BAD_NUMBERS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("page_size is 0; it must be an int of at least 1", lambda w: w.plan(ints(0, 1), ints(0), ints(1), 2, 2, 16, 0)),
+    ("q_len_per_req is 0", lambda w: w.run(ROW, None, q_len_per_req=0)),
+    ("k_scale is 'a'; it must be a number or None", lambda w: w.run(ROW, CACHE, k_scale="a")),
+    ("v_scale is True", lambda w: w.run(ROW, CACHE, v_scale=True)),
+    ("v_a is a NoneType", lambda w: fi.merge_state(*[None] * 4)),  # pyright: ignore[reportArgumentType]
+    ("v is a NoneType", lambda w: fi.merge_states(*[None] * 2)),  # pyright: ignore[reportArgumentType]
+    ("kv_indptr is no int32 tensor", lambda w: fi.get_seq_lens([0, 1], ints(1), 4)),  # pyright: ignore[reportArgumentType]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "call"), BAD_NUMBERS, ids=[says for says, _ in BAD_NUMBERS])
+def test_bad_numbers_are_named(says: str, call: Callable[[Any], Any]) -> None:
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(ints(0, 1), ints(0), ints(1), 2, 2, 16, 4, q_data_type=FLOAT)
+    with pytest.raises(InvalidProblem, match=re.escape(says)):
+        call(wrapper)

@@ -185,6 +185,10 @@ def test_gappy_keys(through: str, place: torch.device, name: str, starts: str, q
     make, sees = GAPPY[name]
     mask = make(ours, queries, STARTS[starts], [5, 3, 4])
     same(mask, written(sees, queries, [5, 3, 4], STARTS[starts], 20), place)
+    halves = [torch.randn(1, n, 2, 16, device=place).half() for n in (sum(queries), 20, 20)]
+    with torch.autocast(place.type, torch.bfloat16):  # under which torch.cat refuses float16
+        out = memory_efficient_attention(*halves, attn_bias=mask)
+    assert torch.equal(out, memory_efficient_attention(*halves, attn_bias=mask))
 
 
 def test_classes_are_related_as_there() -> None:

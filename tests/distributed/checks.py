@@ -229,6 +229,12 @@ def autocast_counts_as_it_does_on_one_process() -> None:
         assert out.dtype is torch.bfloat16
         assert all(g.dtype is torch.float32 for g in grads)
         torch.testing.assert_close(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), context=context, causal=True))
+        halves, made = [t.detach().half().requires_grad_() for t in (q, k, v)], list[tuple[torch.Tensor, ...]]()
+        for casts in (False, True):  # it leaves float16 as it is
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                out = attention(*halves, context=context, causal=True)
+                made.append((out, *torch.autograd.grad(out.float().square().sum(), halves)))
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True)), method
 
 
 def a_compiled_module_breaks_its_graph_in_front() -> None:

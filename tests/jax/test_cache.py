@@ -219,6 +219,8 @@ def test_refusals() -> None:
         ({"sink": jnp.ones(4, jnp.int8)}, "sink is int8; it must be float16, bfloat16 or float32"),
         ({n: good[n].astype(jnp.int8) for n in ("q", "k_cache", "v_cache")}, "one dtype of float16, bfloat16, float32.$"),
         ({"implementation": "hopper"}, "implementation is 'hopper'"),
+        ({"q": None}, "q is None; it must be a JAX array"),
+        ({"v_cache": "v"}, "v_cache is 'v'; it must be a JAX array"),
     ]
     for change, says in wrong:
         with pytest.raises(InvalidProblem, match=says):
@@ -233,7 +235,12 @@ def test_refusals() -> None:
         append_to_cache(q, q, k_cache, v_cache, slots=used)
     with pytest.raises(InvalidProblem, match="v is float16 and k is float32"):
         append_to_cache(q, q.astype(jnp.float16), k_cache, v_cache, slots=used)
+    with pytest.raises(InvalidProblem, match="v is None; it must be a JAX array"):
+        append_to_cache(q, None, k_cache, v_cache, slots=used)
     two = jnp.ones((2, 1, 2, 16))
+    far = np.array([[2**32 + 5], [-(2**32)]])  # whose lower 32 bits are places
+    for written, pool in zip(append_to_cache(two, two, k_cache, v_cache, slots=far), (k_cache, v_cache), strict=True):
+        np.testing.assert_array_equal(written, pool)
     nowhere = jnp.asarray([[-1], [-1]])
     append_to_cache(two, two, k_cache, v_cache, slots=nowhere)
     with pytest.raises(InvalidProblem, match="slots gives two new keys one place: page 1, row 1"):

@@ -255,6 +255,11 @@ def test_a_gradient_that_there_is_none_of_is_refused() -> None:
     assert not both[1].any()
 
 
+def test_all_lies_beyond_tables_of_no_row() -> None:
+    turned = rotary(normal(1, 5, 2, 8), None, COS[:0], SIN[:0], positions=jnp.zeros((1, 5), jnp.int32))
+    assert jnp.isnan(turned[..., : 2 * COS.shape[1]]).all()
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", OPS)
 def test_a_program_for_an_h100(name: str) -> None:

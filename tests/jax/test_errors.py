@@ -23,6 +23,7 @@ Q, K = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 2, 16))
     [
         ((None, K, K), {}, "query is None; it must be an array"),
         ((Q, K, None), {}, "value is None; it must be an array"),
+        ((Q, "k", K), {}, "key is 'k'; it must be a JAX array"),
         ((Q[None], K, K), {}, r"query has shape \(1, 2, 8, 4, 16\); it must be \(B, T, N, H\)"),
         ((Q[0, 0], K, K), {}, "key has batch 2 and query has 1"),
         ((Q, K[:1], K), {}, "key has batch 1 and query has 2"),

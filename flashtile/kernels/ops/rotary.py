@@ -37,8 +37,10 @@ class Rotary(Companion):
     linear: ClassVar[tuple[str, ...]] = ("q", "k")
 
     def check(self) -> None:
-        if not (self.has("q") and self.has("cos") and len(self["q"].shape) == 4 and len(self["cos"].shape) == 2):
-            raise InvalidProblem("q must be (batch, seqlen, heads, head_dim), and cos (length, rotary_dim / 2).")
+        for name, axes in (("q", "(batch, seqlen, heads, head_dim)"), ("cos", "(length, rotary_dim / 2)")):
+            shape = self[name].shape if self.has(name) else None
+            if shape is None or len(shape) != len(axes.split(", ")):
+                raise InvalidProblem(f"{name} has shape {shape}; it must be {axes}.")
         self.expect_dtype("q", FLOATS)
         self.expect_dtype("cos", FLOATS)
         k, (batch, seqlen, _, head_dim) = self.find("k"), self["q"].shape
@@ -46,8 +48,9 @@ class Rotary(Companion):
             if len(k.shape) != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (batch, seqlen, head_dim):
                 raise InvalidProblem(f"k has shape {k.shape}; it must be that of q {self['q'].shape} but for its heads.")
             self.expect_dtype("k", FLOATS)
-        if not self.has("sin") or self["sin"] != self["cos"]:
-            raise InvalidProblem(f"sin must have the shape and dtype of cos, {self['cos'].spell()}.")
+        if (sin := self.find("sin")) != self["cos"]:
+            is_what = sin and sin.spell()
+            raise InvalidProblem(f"sin is {is_what}; it must have the shape and dtype of cos, {self['cos'].spell()}.")
         if not 1 <= self.half or 2 * self.half > head_dim:
             raise InvalidProblem(
                 f"cos has {self.half} columns; they must be 1 to {head_dim // 2}, half of head_dim {head_dim}."
@@ -220,6 +223,7 @@ def turn(p: Rotary, t: dict[str, Any], x: Any, conjugate: bool) -> Any:
         position = t["positions"].long()
         beyond = (position < 0) | (position >= len(cos))
         position = position.where(~beyond, 0)
+        cos, sin = (table if len(table) else table.new_zeros(1, p.half) for table in (cos, sin))  # of no row all lie beyond
         cos, sin = cos[position].masked_fill(beyond[..., None], float("nan"))[:, :, None], sin[position][:, :, None]
     else:
         cos, sin = (table[p.offset : p.offset + seqlen][None, :, None] for table in (cos, sin))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,12 +20,24 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
     Attention to keys in common, such as a prefix that many items share, is computed once. In float32, or float64 where the
     first out is; out in the first one's dtype.
     """
+    for name, some in (("outs", outs), ("lses", lses)):
+        if not isinstance(some, Iterable):
+            raise InvalidProblem(
+                f"{name} is a {type(some).__name__}; it must be a sequence of tensors, one of each set of keys."
+            )
     outs, lses = tuple(outs), tuple(lses)
     if not outs or len(outs) != len(lses):
         raise InvalidProblem(f"outs are {len(outs)} and lses are {len(lses)}; they must be as many, and at least one.")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_kind(f"outs[{i}]", out)
         check_kind(f"lses[{i}]", lse)
+        for name, tensor in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            if not tensor.is_floating_point():
+                raise InvalidProblem(f"{name} is {tensor.dtype}; it must be a floating-point tensor.")
+            if tensor.device != outs[0].device:
+                raise InvalidProblem(
+                    f"{name} is on {tensor.device} and outs[0] on {outs[0].device}; they must be on one device."
+                )
         if out.dim() not in (3, 4) or out.shape != outs[0].shape:
             raise InvalidProblem(
                 f"outs[{i}] has shape {tuple(out.shape)}; all must have one, (batch, seqlen, heads, head_dim)."

@@ -13,16 +13,26 @@ from flashtile.torch.cache.known import NO_KEY, add_layouts, is_seen, lengthened
 from flashtile.torch.cache.operator import append_rows
 from flashtile.torch.cache.rotate import Rotary, rotate
 from flashtile.torch.cache.tensors import (
-    check_apart,
+    check_modes,
     check_pools,
     check_starts,
     check_table,
+    check_written,
     int32,
     refuse_transforms,
 )
-from flashtile.torch.call.stored import NO_SCALES, Maybe, Scales, check_kind, check_scales, is_shared, scaling_of
+from flashtile.torch.call.stored import (
+    NO_SCALES,
+    Maybe,
+    Scales,
+    check_kind,
+    check_resolved,
+    check_scales,
+    is_shared,
+    scaling_of,
+)
 from flashtile.torch.execute.bound import Bound
-from flashtile.torch.execute.plain import is_compiling, is_traced
+from flashtile.torch.execute.plain import is_traced
 
 PAIR = ("append's k", "append's v")
 
@@ -71,7 +81,7 @@ def append_to_cache(
         check_kind("q", q)
         if q.shape[:-2] != k.shape[:-2] or q.dim() != k.dim():
             raise InvalidProblem(f"q has shape {tuple(q.shape)}; its tokens must be those of k, {tuple(k.shape[:-2])}.")
-    batch = _batch_of(k, cu_seqlens, packed)
+    batch = _batch_of(k, cu_seqlens, packed, slots)
     scales = check_scales(k_scale, v_scale, k_cache, v_cache, batch)
     rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q}
     refuse_transforms("append_to_cache", rows)
@@ -87,6 +97,7 @@ def append_to_cache(
         if rotary is not None:
             raise InvalidProblem("rotary is given with slots; positions are known with seqused_k alone.")
         check_kind("slots", slots)
+        check_resolved("slots", slots)
         if slots.dtype not in (torch.int32, torch.int64) or slots.shape != k.shape[:-2] or slots.device != k.device:
             raise InvalidProblem(
                 f"slots is {slots.dtype} of shape {tuple(slots.shape)} on {slots.device}; it must be int64 of shape "
@@ -108,9 +119,10 @@ def append_to_cache(
     return new.q
 
 
-def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool) -> int:
+def _batch_of(k: torch.Tensor, cu_seqlens: Any, packed: bool, slots: Any) -> int:
     """Items of scales, 1 where nothing says which token is whose."""
-    return k.shape[0] if not packed else len(cu_seqlens) - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    items = k.shape[0] if not packed else cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, torch.Tensor) else 1
+    return items if slots is None else max(items, 1)
 
 
 def _recognize(
@@ -121,22 +133,22 @@ def _recognize(
     if is_seen():
         return unknown
     try:
-        k, v, k_cache, v_cache, *_, cu, _ = tensors
+        k, v, k_cache, v_cache, _, _, slots, cu, _ = tensors
         shared, made = k_cache.data_ptr() == v_cache.data_ptr(), NO_SCALES
         if scales[0] is not None or scales[1] is not None:
             if shared:  # their numbers are compared
                 return unknown
-            made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed))
+            made = scales_of(*scales, k_cache, v_cache, _batch_of(k, cu, packed, slots))
         key: list[Any] = [shared, k.data_ptr() == v.data_ptr(), rotates, backend]
         if not add_layouts(key, (*tensors, *made)) or k.device.type == "meta":
             return unknown
         found = tuple(key)
         bound = _KNOWN.get(found)
-        if bound is not None and bound.direct is None and made is not NO_SCALES:
-            made = check_scales(*made, k_cache, v_cache, _batch_of(k, cu, packed))
-        return found, made, bound
     except NO_KEY:
         return unknown
+    if bound is not None and bound.direct is None and made is not NO_SCALES:
+        made = check_scales(*made, k_cache, v_cache, _batch_of(k, cu, packed, slots))
+    return found, made, bound
 
 
 _KNOWN = Memory[Any, Bound](1024, "known appends to caches")
@@ -209,8 +221,7 @@ def _check_new(
         )
     for name, new, pool, of in ((names[0], k, k_cache, "k_cache"), (names[1], v, v_cache, "v_cache")):
         for called, tensor in ((name, new), (of, pool)):
-            if not is_compiling() and tensor.is_neg():  # a compiled call resolves it
-                raise InvalidProblem(f"{called} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+            check_resolved(called, tensor)
         if new.shape[-2:] != pool.shape[-2:]:
             raise InvalidProblem(
                 f"{name} has (heads, head_dim) {tuple(new.shape[-2:])}; it must be {tuple(pool.shape[-2:])}, those of {of}."
@@ -228,8 +239,9 @@ def _check_written(
         return
     written = {"k_cache": k_cache, "v_cache": v_cache}
     written |= {n: s for n, s in zip(("k_scale", "v_scale"), scales, strict=True) if s is not None and scaling_of(s) == "token"}
+    check_modes(pair[0], **written)
     for name, tensor in written.items():
-        check_apart(name, tensor)
+        check_written(name, tensor)
     if not is_shared(k_cache, v_cache):
         return
     if not is_shared(*(t if t.dim() == 4 else t[None] for t in pair)):

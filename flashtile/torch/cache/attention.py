@@ -35,7 +35,7 @@ from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call
 from flashtile.torch.call.stored import Scales, check_scales
 from flashtile.torch.execute.packing import APART
-from flashtile.torch.execute.plain import is_watched
+from flashtile.torch.execute.plain import is_watched, joined, uncast
 from flashtile.torch.routes.request import write
 
 ARGUMENTS = (
@@ -99,7 +99,7 @@ def attention_cached(
     packed, qv, into = cu_seqlens_q is not None, changes.pop("qv", None), changes.pop("out", None)
     if qv is not None:
         _check_latents(q, qv, k_cache, v_cache, packed, append, changes)
-        q = torch.cat([qv, q], -1)
+        q = joined([qv, q])
     given = (q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, first_k)
     seen = recognize(
         given, append, (rotary is not None, qv is not None), (causal, return_lse, split, options, window, mask), changes
@@ -144,9 +144,10 @@ def attention_cached(
         others[-1] = used
     if _wants_gradients(q, pair, captured):
         pools = (k_cache.detach(), v_cache.detach())
-        if prefix:
-            pools, scales, page_table = prefix_for_each(prefix, pools, scales, page_table)
-        return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
+        with uncast(q.device):
+            if prefix:
+                pools, scales, page_table = prefix_for_each(prefix, pools, scales, page_table)
+            return attend_gathered(q, pools, scales, pages, page_table, used, first, cu_q, new, asked)
     if prefix:
         how = {**asked, "split": split, "return_lse": True, **dict(zip(SCALES, scales, strict=True))}
         out, lse = attend_shared(attention_cached, prefix, q, (k_cache, v_cache), page_table, used, cu_q, how)

@@ -17,7 +17,7 @@ from flashtile.problem.mask import Joined
 from flashtile.problem.number import PLAIN as NUMBERS
 from flashtile.torch.cache.operator import Layout, new_scale, slots_of, tell_written, tensors_of, write_rows
 from flashtile.torch.cache.rotate import rotate
-from flashtile.torch.cache.tensors import check_lengths, int32
+from flashtile.torch.cache.tensors import check_lengths, check_modes, int32
 from flashtile.torch.call.describe import capture, exactly
 from flashtile.torch.call.inputs import modifiers
 from flashtile.torch.call.masks import call_mask
@@ -178,6 +178,7 @@ def write_again(
     """
     replay = bound.direct
     if replay is None:
+        check_modes(four[0], k_cache=four[2], v_cache=four[3])
         return write_rows(four, scales, page_table, used, slots, cu, rotary_rows, backend or "")[1]
     named: dict[str, Any] = dict(zip(("k", "v", "k_cache", "v_cache"), four, strict=True))
     named |= {"seqused_k": used, "page_table": page_table, "cu_seqlens": cu, "slots": slots}

@@ -49,7 +49,9 @@ def append_rows(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache
     places = [*places, backend or ""]  # no append: what a star takes is a tuple to the compiler of PyTorch 2.11
     if not is_watched(k, v, k_cache, v_cache):
         return write_rows((k, v, k_cache, v_cache), (k_scale, v_scale), *places)[0]
-    APPEND(k, v, k_cache, v_cache, k_scale, v_scale, *places)
+    # scales of heads are only read, and the schema says that scales are written, which no compiler does to an expanded tensor
+    heads = [scale if scale is None or scaling_of(scale) == "token" else scale.contiguous() for scale in (k_scale, v_scale)]
+    APPEND(k, v, k_cache, v_cache, *heads, *places)
     return None
 
 
@@ -126,6 +128,8 @@ def new_scale(scale: Maybe, new: torch.Tensor, cu: Maybe) -> Maybe:
         return scale
     if new.dim() == 4:
         return scale[:, None].expand(new.shape[:3])
+    if not scale.shape[0]:  # of no item: nothing is written
+        return scale.new_ones(()).expand(1, *new.shape[:2])
     if cu is None or scale.stride(0) == 0 or scale.shape[0] == 1:  # of slots, one for every item, of one item
         return scale[:1].expand(new.shape[:2])[None]
     item = torch.searchsorted(cu[1:].contiguous(), torch.arange(new.shape[0], device=new.device, dtype=torch.int32), right=True)

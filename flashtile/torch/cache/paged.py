@@ -108,7 +108,7 @@ class PagedCache:
         """
         if dtype is not None and dtype not in DTYPES:
             raise InvalidProblem(f"dtype is {dtype!r}; it must be torch.float16, bfloat16, float32, float64 or None.")
-        batch = len(self.seqused)
+        batch = self.seqused.shape[0]
         pages = check_table(self.k, self.page_table, batch, self.first_k is not None)
         used = int32("seqused", self.seqused, self.k)
         first = None if self.first_k is None else int32("first_k", self.first_k, self.k)

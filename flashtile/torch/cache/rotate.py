@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flashtile.errors import InvalidProblem
+from flashtile.problem.number import plain
 from flashtile.torch.call.stored import check_kind
 from flashtile.torch.ops.run import run
 
@@ -18,7 +19,8 @@ def rotate(
 ) -> tuple[Any, torch.Tensor, int]:
     """(q, k, rows of the tables): new keys, and queries where there are any, rotated by their rows in the cache."""
     if not isinstance(rotary, (tuple, list)) or len(rotary) not in (2, 3):
-        raise InvalidProblem(f"rotary is a {type(rotary).__name__}; it must be (cos, sin) or (cos, sin, interleaved).")
+        is_what = f"has {len(rotary)} elements" if isinstance(rotary, (tuple, list)) else f"is a {type(rotary).__name__}"
+        raise InvalidProblem(f"rotary {is_what}; it must be (cos, sin) or (cos, sin, interleaved).")
     cos, sin, *rest = rotary
     for name, tensor in (("rotary's cos", cos), ("rotary's sin", sin)):
         check_kind(name, tensor)
@@ -35,7 +37,10 @@ def rotate(
         positions = torch.where((index >= cu[0]) & (index < cu[-1]), used[item] + index - cu[item], 0)[None]
     else:
         positions = (index * 0)[None]
-    options: dict[str, Any] = dict(interleaved=bool(rest and rest[0]), conjugate=False, offset=0, inplace=False)
+    interleaved = plain(rest[0]) if rest else False
+    if isinstance(interleaved, int) and interleaved in (0, 1):
+        interleaved = bool(interleaved)
+    options: dict[str, Any] = dict(interleaved=interleaved, conjugate=False, offset=0, inplace=False)
     made: list[Any] = []
     for tensor in (q, k):
         if tensor is None:

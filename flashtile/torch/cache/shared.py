@@ -23,7 +23,8 @@ STEPS = 16  # parts of a prefix; so many, and their borders, follow from its len
 def check_prefix(
     prefix: Any, pages: Pages, used: torch.Tensor, queries: int | torch.Tensor, scales: Scales, asked: dict[str, Any]
 ) -> int:
-    """The number of keys, 0 for none; InvalidProblem for what is none, NotSupported beside what tells shared keys apart.
+    """The number of keys, 0 for none, and where no item has them; InvalidProblem for what is none, NotSupported beside what
+    tells shared keys apart.
 
     queries: of each item.
     """
@@ -44,7 +45,7 @@ def check_prefix(
     if pages.first:
         reasons.append("first_k is given, and items then begin in rows of their own")
     window, mask = asked["window"], asked["mask"]
-    bands = [Band(*window)] if isinstance(window, tuple) else []
+    bands = [] if window is None else [Band(*window)]
     bands += [mask] if isinstance(mask, Band) else []
     if any(band.left is not None for band in bands):
         reasons.append("the window ends on the left, within the prefix for some queries")
@@ -71,7 +72,7 @@ def check_prefix(
                 f"seqused_k[{item}] is {int(used[item])}; with shared_prefix={prefix} it must be at least {int(least[item])}, "
                 "so that every query stands behind the prefix, or 0."
             )
-    return prefix
+    return prefix if used.shape[0] else 0
 
 
 def split_of(prefix: int) -> int:

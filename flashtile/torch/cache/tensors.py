@@ -9,9 +9,9 @@ import torch
 from flashtile.errors import InvalidProblem, NotSupported, renamed
 from flashtile.problem.cache import Pages, contiguous
 from flashtile.torch.call.lengths import Given
-from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, number_of
+from flashtile.torch.call.stored import STORED, Maybe, Scales, bytes_of, check_kind, check_resolved, is_negated, number_of
 from flashtile.torch.execute.bound import DTYPES, check_device
-from flashtile.torch.execute.plain import PLAIN, is_traced, transforms
+from flashtile.torch.execute.plain import PLAIN, is_compiling, is_traced, transforms
 from flashtile.torch.routes.derivatives import is_dual_level, refuse_tangents
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -55,6 +55,8 @@ def check_table(k_cache: torch.Tensor, page_table: Any, batch: int, first: bool)
         return contiguous(count, size, batch, first)
     if not isinstance(page_table, torch.Tensor):
         raise InvalidProblem(f"page_table is a {type(page_table).__name__}; it must be a torch.Tensor or None.")
+    check_kind("page_table", page_table)
+    check_resolved("page_table", page_table)
     if page_table.dtype is not torch.int32:
         raise InvalidProblem(f"page_table is {page_table.dtype}; it must be int32: page_table.int().")
     if page_table.dim() != 2 or page_table.shape[0] != batch:
@@ -78,7 +80,8 @@ def check_out(out: Any, q: torch.Tensor, v_cache: torch.Tensor) -> None:
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be {q.dtype} of shape {shape} on "
             f"{q.device}."
         )
-    check_apart("out", out)
+    check_mode("out", out)
+    check_written("out", out)
     if out.requires_grad and torch.is_grad_enabled():
         refuse_out()
 
@@ -89,11 +92,25 @@ def refuse_out() -> NoReturn:
     raise NotSupported("attention_cached", {"flashtile": [reason]})
 
 
-def check_apart(name: str, tensor: torch.Tensor) -> None:
+def check_written(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidProblem for what is to be written, and has one place for several elements."""
     steps = tensor.stride()
     if 0 in steps and any(n > 1 and not step for n, step in zip(tensor.shape, steps, strict=True)):
         raise InvalidProblem(f"{name} is expanded, with strides {steps}; to be written it must be contiguous().")
+
+
+def check_mode(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem for a tensor of inference mode that PyTorch is to write outside of it: autograd does not know it."""
+    if not is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidProblem(
+            f"{name} is an inference tensor, made under torch.inference_mode(); to be written outside it must be a clone()."
+        )
+
+
+def check_modes(k: torch.Tensor, **written: torch.Tensor) -> None:
+    """The same for what an append of k writes: launches on a GPU may, for nobody reads of a cache what autograd knows."""
+    for name, tensor in written.items() if k.device.type == "cpu" else ():
+        check_mode(name, tensor)
 
 
 def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
@@ -107,11 +124,13 @@ def refuse_transforms(what: str, tensors: dict[str, Any]) -> None:
 
 def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -> torch.Tensor:
     """A tensor of lengths as kernels read it; InvalidProblem for what is none, or has not `size` elements, one an item."""
-    if type(tensor) in PLAIN and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not is_negated(tensor)
+    if plain and tensor.dtype is torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
         if tensor.device == like.device and (size is None or tensor.shape[0] == size):
             return tensor  # as it mostly is
     if not isinstance(tensor, torch.Tensor):
         raise InvalidProblem(f"{name} is a {type(tensor).__name__}; it must be an int32 tensor.")
+    check_kind(name, tensor)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be int32 of one axis.")
     if tensor.device != like.device:
@@ -123,7 +142,8 @@ def int32(name: str, tensor: Any, like: torch.Tensor, size: int | None = None) -
             wide = tensor[tensor.clamp(LEAST, MOST) != tensor]
             raise InvalidProblem(f"{name} holds {int(wide[0])}; it must be int32, from {LEAST} to {MOST}.")
         tensor = tensor.clamp(LEAST, MOST)  # where nobody looks, what is too large stays too large
-    return tensor.to(torch.int32).contiguous()
+    tensor = tensor.to(torch.int32).contiguous()
+    return tensor.resolve_neg() if is_negated(tensor) else tensor
 
 
 def check_lengths(
@@ -167,7 +187,7 @@ def gather(
     row = torch.arange(pages.capacity, device=used.device)[None] + (0 if first is None else first[:, None])
     exists = row < used[:, None].clamp(max=pages.capacity)
     row = row.expand(exists.shape).where(exists, 0).long()
-    item = torch.arange(len(used), device=used.device)[:, None].expand(exists.shape)
+    item = torch.arange(used.shape[0], device=used.device)[:, None].expand(exists.shape)
     page = item if page_table is None else page_table[item, row // pages.page_size].long()
     page, row = page.where(exists, 0).clamp(0, pages.pages - 1), row % pages.page_size
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from flashtile.errors import InvalidProblem
 from flashtile.problem.attention import AttentionProblem
 from flashtile.problem.describe import Wanted, describe
 from flashtile.problem.dropout import Dropout, OriginKind
@@ -21,6 +20,7 @@ from flashtile.torch.call.dropout import check_dropout
 from flashtile.torch.call.inputs import check_arguments, check_modifier, check_sink, check_tensors, modifiers
 from flashtile.torch.call.lengths import Given
 from flashtile.torch.call.masks import mask_of_call, predicates_of
+from flashtile.torch.call.stored import check_resolved
 from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES
 
 
@@ -44,7 +44,7 @@ def make_problem(q: Any, k: Any, v: Any, arguments: Arguments, given: Given | No
         predicates.check(q.device)
         for leaf, some in zip(predicates.leaves, predicates.tensors, strict=True):
             for tensor in some:
-                _check_resolved(f"{leaf.name}'s tensor", tensor)
+                check_resolved(f"{leaf.name}'s tensor", tensor)
         where, band, blocks = predicates.where, predicates.band, predicates.mask.spec
     wanted = Wanted(
         band, where, blocks, score_specs(score, q, batch), scale, sink_spec(sink, q), _chance(dropout, q), return_lse, options,
@@ -69,7 +69,7 @@ def score_specs(score: Any, q: torch.Tensor, batch: int) -> tuple[ScoreSpec, ...
         tensors = modifier.tensors(batch, q.shape[2])
         check_modifier(modifier, modifier.scalars(), tensors, q)
         for tensor in tensors:
-            _check_resolved(f"{modifier.name}'s tensor", tensor)
+            check_resolved(f"{modifier.name}'s tensor", tensor)
         described = tuple(TensorSpec(tuple(t.shape), DTYPE_NAMES[t.dtype], wants_grad(t)) for t in tensors)
         specs.append(ScoreSpec(type(modifier), tuple(float(plain(s)) for s in modifier.scalars()), described))
     return tuple(specs)
@@ -79,7 +79,7 @@ def sink_spec(sink: Any, q: torch.Tensor) -> TensorSpec | None:
     if sink is None:
         return None
     check_sink(sink, q)
-    _check_resolved("sink", sink)
+    check_resolved("sink", sink)
     return TensorSpec(tuple(sink.shape), DTYPES[sink.dtype].value, wants_grad(sink))
 
 
@@ -97,11 +97,6 @@ def origin_kind(dropout: Dropout | None) -> OriginKind | None:
 def seed_key(seed: Any) -> Any:
     """What of a seed decides whether it is a good one."""
     return isinstance(seed, int) or (seed.shape, seed.dtype, seed.device)
-
-
-def _check_resolved(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_neg():  # an operator resolves it
-        raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own.")
 
 
 def capture(score: Sequence[Score], batch: int, heads_q: int) -> tuple[tuple[torch.Tensor, ...], Any]:

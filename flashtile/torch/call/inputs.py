@@ -12,6 +12,7 @@ from flashtile.problem.number import plain, told
 from flashtile.problem.options import Options
 from flashtile.problem.score import Score
 from flashtile.torch.call.lengths import Given
+from flashtile.torch.call.stored import check_kind, check_resolved
 from flashtile.torch.execute.bound import DTYPE_NAMES, DTYPES, check_device
 
 
@@ -64,6 +65,7 @@ def check_sink(sink: Any, q: torch.Tensor) -> None:
 
 
 def _check_captured(name: str, tensor: torch.Tensor, q: torch.Tensor, exact: bool = False) -> None:
+    check_kind(name, tensor)
     real = tensor.dtype in DTYPES and (tensor.dtype is not torch.float64 or q.dtype is torch.float64)
     if not real and (not exact or tensor.requires_grad or tensor.dtype not in DTYPE_NAMES):
         wide = ", or float64 beside such a q"
@@ -91,8 +93,7 @@ def check_tensors(q: Any, k: Any, v: Any, given: Given | None, stored: bool = Fa
             raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be strided.")
         if tensor.is_nested:
             raise InvalidProblem(f"{name} is a nested tensor; it must be a dense one, or a nested one of layout torch.jagged.")
-        if not torch.compiler.is_compiling() and tensor.is_neg():  # its memory holds the numbers before the negation
-            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+        check_resolved(name, tensor)
         if tensor.dim() != 4:
             size = "(total, heads, head_dim)" if given is not None and given.varlen else "(batch, seqlen, heads, head_dim)"
             shape = tuple(tensor.shape[given is not None and given.varlen :])

@@ -12,6 +12,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.lengths import Lengths
 from flashtile.problem.number import PLAIN, plain, told
+from flashtile.torch.call.stored import check_kind, is_negated
 
 OTHER_INTS = frozenset({torch.int64, torch.int16, torch.int8, torch.uint8})
 
@@ -64,6 +65,7 @@ class Given:
                     f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor, as "
                     f"torch.tensor({name}, dtype=torch.int32, device=q.device) makes of numbers."
                 )
+            check_kind(name, tensor)
             if tensor.dtype is torch.bool and key.startswith("seqused"):
                 raise InvalidProblem(
                     f"{name} is a mask, which `attention` alone takes, of q, k and v apart; here it must be int32, how many "
@@ -140,10 +142,11 @@ def given_lengths(alike: bool = False, **named: Any) -> Given | None:
     for name, tensor in tensors.items():
         if tensor is not before:
             before = made = tensor
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 if tensor.dtype is not torch.int32 and tensor.dtype in OTHER_INTS:
                     made = tensor.to(torch.int32)  # on its device, for which nobody waits
                 made = made.contiguous()
+                made = made.resolve_neg() if is_negated(made) else made
         dense[name] = made
     most_q, most_k = named.get("max_seqlen_q"), named.get("max_seqlen_k")
     if type(most_q) in PLAIN and type(most_k) in PLAIN:

@@ -13,6 +13,7 @@ from flashtile.problem.mask import Band, Joined, Predicate
 from flashtile.problem.number import plain_pair
 from flashtile.problem.predicate import PredicateSpec, Where, narrowed, normal_form
 from flashtile.problem.score import broadcasts
+from flashtile.torch.call.stored import check_kind
 from flashtile.torch.execute.inference_safe import lasting
 
 KINDS = {
@@ -81,6 +82,7 @@ class Predicates:
             for tensor in some:
                 if not isinstance(tensor, torch.Tensor):
                     raise InvalidProblem(f"{leaf.name} has a {type(tensor).__name__}; it must be a torch.Tensor.")
+                check_kind(f"{leaf.name}'s tensor", tensor)
                 if tensor.dtype not in KINDS:
                     known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
                     raise InvalidProblem(f"{leaf.name}'s tensor is {tensor.dtype}; it must be one of {known}.")

@@ -10,7 +10,7 @@ import torch
 from flashtile.errors import InvalidProblem
 from flashtile.problem.number import plain, told
 from flashtile.problem.stored import Scaling, Stored
-from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.execute.plain import is_compiling, is_traced
 
 STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 Maybe = torch.Tensor | None
@@ -64,6 +64,17 @@ def check_kind(name: str, tensor: Any) -> None:
         raise InvalidProblem(f"{name} has layout {tensor.layout}; it must be a strided, dense tensor.")
 
 
+def is_negated(tensor: torch.Tensor) -> bool:
+    """Whether memory, which kernels read, holds the numbers before a negation. A compiled call resolves it."""
+    return not is_compiling() and tensor.is_neg()
+
+
+def check_resolved(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem for a negated view."""
+    if is_negated(tensor):
+        raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+
+
 def check_kinds(**tensors: Any) -> None:
     """Raise InvalidProblem where one of these is no dense tensor."""
     for name, tensor in tensors.items():
@@ -96,6 +107,7 @@ def check_scale(
             raise InvalidProblem(f"{name} is {told(number)}; it must be {positive}.")
         return torch.full((), number, dtype=torch.float32, device=pool.device).expand(batch, heads)
     check_kind(name, scale)
+    check_resolved(name, scale)
     if scale.dtype is not torch.float32:
         raise InvalidProblem(f"{name} is {scale.dtype}; it must be float32: {name}.float().")
     if scale.device != pool.device:

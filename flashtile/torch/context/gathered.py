@@ -16,7 +16,7 @@ from flashtile.torch.context.documents import Order
 from flashtile.torch.context.known import Known
 from flashtile.torch.context.layout import Fetched, Stages, fetched, stages
 from flashtile.torch.context.wanted import Wanted
-from flashtile.torch.execute.plain import is_traced
+from flashtile.torch.execute.plain import is_traced, joined
 from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import prepared
 
@@ -131,7 +131,7 @@ def attend_gathered(
     wanted = fetched(context.layout, (q.shape[1] * context.ranks, k.shape[1] * context.ranks), context.ranks, band)
     have = wanted[context.rank]
     if is_traced(q, k, v):
-        whole, sums = (Fetch if have.halo else Gather).apply(torch.cat([k, v], -1), context, wanted)  # pyright: ignore[reportGeneralTypeIssues]
+        whole, sums = (Fetch if have.halo else Gather).apply(joined([k, v]), context, wanted)  # pyright: ignore[reportGeneralTypeIssues]
         keys, parts = Keys(*_split(whole, k.shape[3]), *_split(sums, k.shape[3])), parts_of(have, want)
         made = [call(q[:, p.rows], keys.each(p.of), True, **p.arguments) for p in parts]
         return torch.cat([out for out, _ in made], 1), torch.cat([lse for _, lse in made], 2) if return_lse else None

@@ -15,6 +15,7 @@ from flashtile.torch.context.collectives import WHAT, Passing, wider
 from flashtile.torch.context.context import Context
 from flashtile.torch.context.layout import Piece, pairs, runs
 from flashtile.torch.context.wanted import Wanted
+from flashtile.torch.execute.plain import joined
 from flashtile.torch.routes.derivatives import first_derivatives
 from flashtile.torch.routes.local import attention
 
@@ -63,7 +64,7 @@ class _Ring(torch.autograd.Function):
         context, wide = ring.context, widens(q)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wider(q.dtype))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype)
-        block = torch.cat([k, v], -1)
+        block = joined([k, v])
         for step in range(context.ranks):
             passing = Passing(block, context) if step + 1 < context.ranks else None
             for piece in ring.pieces((context.rank - step) % context.ranks):
@@ -87,7 +88,7 @@ class _Ring(torch.autograd.Function):
         dout = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
         rest = -(dout * out).sum(-1).transpose(1, 2)  # what every probability adds: minus delta, and lse's gradient
         rest = rest if grads[1] is None else rest + grads[1]
-        dq, block = torch.zeros_like(q, dtype=wider(q.dtype)), torch.cat([k, v], -1)
+        dq, block = torch.zeros_like(q, dtype=wider(q.dtype)), joined([k, v])
         dblock = torch.zeros_like(block, dtype=wider(block.dtype))
         captured = ring.want.captured
         sums = [torch.zeros_like(t, dtype=wider(t.dtype)) if t.requires_grad else None for t in captured]
@@ -108,7 +109,7 @@ class _Ring(torch.autograd.Function):
                 down_lse = own + weight[..., 0].transpose(1, 2) * rest[..., rows]
                 found = torch.autograd.grad(made, [*leaves, *others], (down.to(made[0].dtype), down_lse), allow_unused=True)
                 dq[:, rows] += found[0]
-                dblock[:, piece.keys] += torch.cat(found[1:3], -1)
+                dblock[:, piece.keys] += joined(found[1:3])
                 for tensor, grad in zip(others, found[3:], strict=True):
                     total = next(s for t, s in zip(captured, sums, strict=True) if t is tensor)
                     if grad is not None and total is not None:

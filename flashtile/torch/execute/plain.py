@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +35,18 @@ def is_watched(*tensors: Any) -> bool:
     if is_compiling() or modes():
         return True
     return not PLAIN.issuperset(map(type, tensors)) and any(map(is_more, tensors))
+
+
+def uncast(device: torch.device) -> AbstractContextManager[Any]:
+    """Where nothing is cast, whatever autocast the caller is under."""
+    here = autocasts() and torch.amp.is_autocast_available(device.type)  # meta has none
+    return torch.autocast(device.type, enabled=False) if here else nullcontext()
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
+    """`torch.cat`, which under autocast casts, and refuses the other 16-bit dtype."""
+    with uncast(parts[0].device):
+        return torch.cat(list(parts), dim)
 
 
 def is_traced(*tensors: Any) -> bool:

@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 
 from flashtile.errors import InvalidProblem, NotSupported
 from flashtile.kernels.ops.catalogue import OPS
+from flashtile.torch.call.stored import check_resolved
 from flashtile.torch.execute.bound import check_device
-from flashtile.torch.execute.plain import autocasts, is_compiling, is_distributed, is_traced, is_wrapped
+from flashtile.torch.execute.plain import autocasts, is_distributed, is_traced, is_wrapped
 from flashtile.torch.ops import formula
 from flashtile.torch.ops.call import (
     AS_IT_IS,
@@ -96,8 +97,7 @@ def check_tensors(tensors: Mapping[str, Any], called: Mapping[str, str] = AS_IT_
         if is_distributed(tensor):
             reason = "what shards make of each other is not known; give it to_local(), and DTensor.from_local what comes back"
             raise NotSupported(f"an op on {name}, a DTensor", {"torch": [reason]})
-        if not is_compiling() and tensor.is_neg():  # a compiled op resolves it
-            raise InvalidProblem(f"{name} is a negated view; it must be a tensor of its own, as resolve_neg() gives.")
+        check_resolved(name, tensor)
         check_device(name, tensor.device)
         if tensor.device != device:
             raise InvalidProblem(f"{name} is on {tensor.device} and others are on {device}; they must be on one device.")
