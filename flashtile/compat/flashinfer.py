@@ -425,7 +425,8 @@ class MultiLevelCascadeAttentionWrapper:
         refuse("MultiLevelCascadeAttentionWrapper.plan", {
             "window_left is given; a level does not know where its keys stand": window_left_of(how.get("window_left", -1)) >= 0,
         })  # fmt: skip
-        planned, last = [copy(level) for level in self._levels], len(self._levels) - 1  # of a plan that fails none is kept
+        # of a plan that fails none is kept, but for tables that CUDA graphs read, which each level writes over
+        planned, last = [copy(level) for level in self._levels], len(self._levels) - 1
         for i, (level, queries, starts, indices, ends) in enumerate(zip(planned, *lists, strict=True)):
             level.plan(
                 queries, starts, indices, ends, num_qo_heads, num_kv_heads, head_dim, page_size,

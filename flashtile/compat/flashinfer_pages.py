@@ -98,10 +98,12 @@ def table_of(indptr: torch.Tensor, indices: torch.Tensor, columns: int | None) -
 
 
 def ints(name: str, tensor: Any, device: torch.device | None = None) -> torch.Tensor:
-    """int32 on the device, of one axis, copied: callers write over theirs between plans."""
+    """int32 of one axis; with a device there, copied, for a plan: callers write over theirs between plans."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(f"{name} is no int32 tensor of one axis; it must be one.")
-    return tensor.to(tensor.device if device is None else device, torch.int32, non_blocking=True, copy=True)
+    if device is None:
+        return tensor.to(torch.int32)
+    return tensor.to(device, torch.int32, non_blocking=True, copy=True)
 
 
 def whole(name: str, given: Any, least: int = 1) -> int:
