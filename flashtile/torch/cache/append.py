@@ -144,7 +144,7 @@ def _recognize(
         found = tuple(key)
         bound = _KNOWN.get(found)
         if bound is not None and bound.direct is None and made is not NO_SCALES:
-            made = check_scales(*made, k_cache, v_cache, _batch_of(k, cu, packed))
+            made = check_scales(*made, k_cache, v_cache, _batch_of(k, cu, packed, slots))
         return found, made, bound
     except NO_KEY:
         return unknown
