@@ -318,6 +318,19 @@ HOW: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("scale", [0.5, torch.ones(2), torch.ones(3, 2)], ids=["number", "heads", "items"])
+@pytest.mark.parametrize("how", ["by lengths", "by slots"])
+def test_appends_beside_scales_are_known(monkeypatch: pytest.MonkeyPatch, scale: Any, how: str) -> None:
+    calls: list[Any] = []
+    run: Callable[..., Any] = appends.write_again
+    monkeypatch.setattr(appends, "write_again", lambda *given: calls.append(given) or run(*given))
+    flashtile.cache_clear()
+    some = {name: pool.nan_to_num().to(torch.int8) for name, pool in pools().items()}
+    for _ in range(2):
+        flashtile.append_to_cache(*new_rows(2), **some, **HOW[how](), k_scale=scale, v_scale=scale)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
 def test_appends_that_are_known_write_what_they_write_anew(how: Callable[[], dict[str, Any]]) -> None:
     def written(seed: int) -> tuple[Any, ...]:
