@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from flashtile import ops
 from flashtile.errors import InvalidProblem, NotSupported
-from flashtile.nn import dense
+from flashtile.nn.dense import two_layers
 from flashtile.torch.ops.call import Call
 from flashtile.torch.ops.run import prepare
 
@@ -149,13 +149,8 @@ class FusedMLP(torch.nn.Module):
         hidden = 4 * in_features if hidden_features is None else hidden_features
         self.fc1 = torch.nn.Linear(in_features, hidden, bias1, device, dtype)
         self.fc2 = torch.nn.Linear(hidden, in_features if out_features is None else out_features, bias2, device, dtype)
-        self.options: dict[str, Any] = dict(
-            activation=activation, return_residual=return_residual, checkpoint_lvl=checkpoint_lvl
-        )
+        self.activation, self.checkpoint_lvl, self.return_residual = activation, checkpoint_lvl, return_residual
 
     def forward(self, x: torch.Tensor) -> Any:
-        if dense.does_more(self.fc1) or dense.does_more(self.fc2):  # one after the other, as modules
-            out = self.fc2(dense.ACTIVATIONS[ACTIVATIONS[self.options["activation"]]](self.fc1(x)))
-            return (out, x) if self.options["return_residual"] else out
-        weights = (self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias)
-        return fused_mlp_func(x, *weights, **self.options)  # pyright: ignore[reportArgumentType]
+        out = two_layers(x, self.fc1, self.fc2, ACTIVATIONS[self.activation], self.checkpoint_lvl > 0)
+        return (out, x) if self.return_residual else out

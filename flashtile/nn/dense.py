@@ -18,7 +18,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def does_more(layer: torch.nn.Module) -> bool:
+def two_layers(x: torch.Tensor, fc1: torch.nn.Linear, fc2: torch.nn.Linear, activation: str, recompute: bool) -> torch.Tensor:
+    """`flashtile.ops.mlp` by two layers; one after the other, as modules, where one is more than its weights say."""
+    if _does_more(fc1) or _does_more(fc2):
+        return fc2(ACTIVATIONS[activation](fc1(x)))
+    return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=activation, recompute=recompute)
+
+
+def _does_more(layer: torch.nn.Module) -> bool:
     """Whether a layer is more than torch.nn.Linear with its weight and bias: an adapter, or one with hooks."""
     replaced = type(layer).forward is not torch.nn.Linear.forward or "forward" in layer.__dict__
     hooks = layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks
@@ -53,7 +60,4 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., out), of x (..., width), fp16, bf16 or fp32 as the parameters."""
-        if does_more(self.fc1) or does_more(self.fc2):
-            return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
-        weights = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return mlp(x, *weights, activation=self.activation, recompute=self.recompute)
+        return two_layers(x, self.fc1, self.fc2, self.activation, self.recompute)
